@@ -1,0 +1,75 @@
+# Needs python3 (3.10 or newer, with venv) and make; versions come from constraints.txt.
+#
+#   make demo     train the demo policy and write demo.png
+#   make test     run the tests            (ARGS="tests/functional -k clip" narrows them)
+#   make lint     ruff and mypy
+#   make bench    side by side with torchrl
+#
+# torch is a CPU build unless you ask for another. Where pip would take a CUDA build, it refuses before
+# the download, and the wheel comes from CPU_INDEX.
+#   make venv ALLOW_CUDA=1                      what pip finds, CUDA or not
+#   make venv TORCH_INDEX=URL [ALLOW_CUDA=1]    from that index of torch wheels
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+ALLOW_CUDA ?=
+TORCH_INDEX ?=
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install -c constraints.txt $(if $(ALLOW_CUDA),,-c constraints-cpu.txt)
+# Two torch workers with many threads each are slower than two with one.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: venv demo test lint bench clean
+.NOTPARALLEL:
+
+venv: $(VENV)/.installed
+
+demo: $(VENV)/.installed-demo
+	$(RUN) -m composite_losses.demo $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(ONE_THREAD) $(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(VENV)/.installed
+	$(RUN) -m benchmarks losses --quick $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+# Set-up. Each step leaves a stamp, so it is done once.
+
+# torch comes first and alone: a range in another package must not choose its build.
+$(VENV)/.torch: constraints.txt constraints-cpu.txt
+	$(PYTHON) -m venv $(VENV)
+ifneq ($(TORCH_INDEX),)
+	$(INSTALL) --no-deps --index-url $(TORCH_INDEX) torch
+else ifeq ($(ALLOW_CUDA),)
+	$(INSTALL) torch || { \
+	  echo "pip found no CPU build of torch: trying $(CPU_INDEX)"; \
+	  echo "(TORCH_INDEX=URL names another index, ALLOW_CUDA=1 takes a CUDA build)"; \
+	  $(INSTALL) --no-deps --index-url $(CPU_INDEX) torch; }
+endif
+	$(INSTALL) torch
+	$(if $(ALLOW_CUDA),,$(RUN) -W ignore -c "import sys, torch.version as v; \
+	  sys.exit((v.cuda or v.hip) and 'this torch is a GPU build: set ALLOW_CUDA=1 to keep it')")
+	touch $@
+
+# setuptools is pinned and came with torch, so nothing else is fetched to build with.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.installed-%: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --no-build-isolation -e '.[$*]'
+	touch $@

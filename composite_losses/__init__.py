@@ -1,0 +1,46 @@
+"""PPO, A2C and REINFORCE losses for policies with several action heads and groups of agents."""
+
+from composite_losses import errors, functional
+from composite_losses.heads import StackHeads, resolve_log_probs
+from composite_losses.losses import (
+    A2CLoss,
+    AdvantageNorm,
+    Clip,
+    ClipPPOLoss,
+    Diagnosis,
+    EntropyTerm,
+    KLPENPPOLoss,
+    KLPenalty,
+    PolicyLoss,
+    PPOLoss,
+    Ratio,
+    ReinforceLoss,
+    Score,
+    ValueTerm,
+    diagnose,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "A2CLoss",
+    "AdvantageNorm",
+    "Clip",
+    "ClipPPOLoss",
+    "Diagnosis",
+    "EntropyTerm",
+    "KLPENPPOLoss",
+    "KLPenalty",
+    "PPOLoss",
+    "PolicyLoss",
+    "Ratio",
+    "ReinforceLoss",
+    "Score",
+    "StackHeads",
+    "ValueTerm",
+    "__version__",
+    "diagnose",
+    "errors",
+    "functional",
+    "resolve_log_probs",
+]

@@ -1,0 +1,380 @@
+"""Log-probs, entropies and divergences as formulas on distribution parameters, in nats.
+
+Elementwise unless stated: parameters and values broadcast against each other like in torch
+arithmetic, and event dims are summed by the caller. Gradient goes to every floating-point parameter
+and to ``value``. ``kl`` is the Kullback-Leibler divergence ``KL(p || q)``. Sources where none is
+given: the density itself, and for the divergences Gil, Alajaji and Linder 2013, "Renyi divergence
+measures for commonly used univariate continuous distributions", Information Sciences 249.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from composite_losses.functional.shapes import require_same_shape
+
+_LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
+
+# Standard deviations and weights of a mixture of centred normals that stands for the logistic
+# density sech(x)^2 / 2: see `tanh_normal_entropy`. Fitted to minimise the largest error of E|x + L|
+# over all x, which is 4.5e-7.
+_LOGISTIC_STDS = (
+    0.46102937270329103,
+    0.650886047558925,
+    0.9153461241210079,
+    1.2850450135175553,
+    1.800507728947937,
+)
+_LOGISTIC_WEIGHTS = (
+    0.06223123198301881,
+    0.3434990898273571,
+    0.41732949917835016,
+    0.1631943667363008,
+    0.013745812274973188,
+)
+
+
+def normal_log_prob(loc: Tensor, scale: Tensor, value: Tensor) -> Tensor:
+    """The log-density of a normal distribution at ``value``.
+
+    ``-(value - loc)^2 / (2 scale^2) - log scale - log(2 pi) / 2``. The operations are those of
+    ``torch.distributions.Normal`` in the same order, so that a fresh ratio is exactly 1.
+    """
+    return -((value - loc) ** 2) / (2 * scale**2) - scale.log() - _LOG_SQRT_2PI
+
+
+def normal_entropy(scale: Tensor) -> Tensor:
+    """The differential entropy ``1/2 + log(2 pi) / 2 + log scale`` of a normal distribution."""
+    return 0.5 + _LOG_SQRT_2PI + scale.log()
+
+
+def normal_kl(loc_p: Tensor, scale_p: Tensor, loc_q: Tensor, scale_q: Tensor) -> Tensor:
+    """The divergence of two normal distributions.
+
+    ``(v + ((loc_p - loc_q) / scale_q)^2 - 1 - log v) / 2`` with ``v = (scale_p / scale_q)^2``. Also
+    the divergence of two tanh-normals with equal bounds: a bijection leaves it unchanged.
+    """
+    variance_ratio = (scale_p / scale_q).square()
+    return 0.5 * (variance_ratio + ((loc_p - loc_q) / scale_q).square() - 1 - variance_ratio.log())
+
+
+def categorical_log_probs(logits: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """The normalised log-probs of all entries, ``[..., n]``.
+
+    ``logits - log sum_j exp(logits_j)``, the sum over the allowed entries j.
+    An entry is forbidden where ``allowed`` is False or the logit is -inf. There the result is the
+    most negative finite number, and the gradient exactly 0, also where a whole row is forbidden:
+    -inf would turn into NaN in products with 0. A NaN logit stays NaN.
+
+    Args:
+        logits: ``[..., n]``, unnormalised.
+        allowed: bool ``[..., n]``; ``None``: all.
+
+    Gradient goes to allowed logits.
+
+    Raises:
+        ShapeError: if ``allowed`` has not the shape of ``logits``.
+    """
+    counts = logits != -torch.inf
+    if allowed is not None:
+        require_same_shape(logits=logits, allowed=allowed)
+        counts = counts & allowed
+    lowest = torch.finfo(logits.dtype).min
+    # Selected before the softmax for the gradient, and after it because `lowest - log_sum` may
+    # round to -inf.
+    normalised = torch.log_softmax(torch.where(counts, logits, lowest), -1)
+    return torch.where(counts, normalised, lowest)
+
+
+def categorical_log_prob(logits: Tensor, index: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """The log-prob of the chosen entry, ``[...]``; see :func:`categorical_log_probs`.
+
+    Args:
+        logits: ``[..., n]``, unnormalised.
+        index: integer ``[...]``, in [0, n).
+        allowed: bool ``[..., n]``; ``None``: all.
+
+    Raises:
+        ShapeError: if ``index`` has not the leading shape of ``logits``, or ``allowed`` not its
+            shape.
+    """
+    require_same_shape(leading_logits=logits[..., 0], index=index)
+    log_probs = categorical_log_probs(logits, allowed)
+    return log_probs.gather(-1, index.long().unsqueeze(-1)).squeeze(-1)
+
+
+def categorical_entropy(logits: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """The entropy ``-sum_j p_j log p_j`` over the allowed entries, ``[...]``.
+
+    0 with zero gradient where nothing is allowed.
+
+    Args:
+        logits: ``[..., n]``, unnormalised.
+        allowed: bool ``[..., n]``; ``None``: all.
+
+    Raises:
+        ShapeError: if ``allowed`` has not the shape of ``logits``.
+    """
+    log_probs = categorical_log_probs(logits, allowed)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def categorical_kl(
+    logits_p: Tensor,
+    logits_q: Tensor,
+    allowed_p: Tensor | None = None,
+    allowed_q: Tensor | None = None,
+) -> Tensor:
+    """The divergence ``sum_j p_j (log p_j - log q_j)``, ``[...]``.
+
+    Very large but finite where q forbids what p allows.
+
+    Args:
+        logits_p: ``[..., n]``, unnormalised.
+        logits_q: the same shape.
+        allowed_p: bool ``[..., n]``; ``None``: all.
+        allowed_q: likewise.
+
+    Raises:
+        ShapeError: if the shapes differ.
+    """
+    require_same_shape(logits_p=logits_p, logits_q=logits_q)
+    log_p = categorical_log_probs(logits_p, allowed_p)
+    return (log_p.exp() * (log_p - categorical_log_probs(logits_q, allowed_q))).sum(-1)
+
+
+def bernoulli_log_prob(logits: Tensor, value: Tensor) -> Tensor:
+    """The log-prob of ``value``, accurate for large logits.
+
+    ``value log sigmoid(logits) + (1 - value) log sigmoid(-logits)``
+
+    Args:
+        logits: any shape.
+        value: 0 or 1, of any dtype.
+    """
+    logits, value = torch.broadcast_tensors(logits, value.to(logits.dtype))
+    return -F.binary_cross_entropy_with_logits(logits, value, reduction="none")
+
+
+def bernoulli_entropy(logits: Tensor) -> Tensor:
+    """The entropy ``-p log p - (1 - p) log(1 - p)``.
+
+    ``softplus(-|x|) + |x| sigmoid(-|x|)`` for a logit x, which has no cancellation.
+    """
+    size = logits.abs()
+    return F.softplus(-size) + size * torch.sigmoid(-size)
+
+
+def bernoulli_kl(logits_p: Tensor, logits_q: Tensor) -> Tensor:
+    """The divergence ``p (log p - log q) + (1 - p) (log(1 - p) - log(1 - q))``.
+
+    With ``-log p = softplus(-logits_p)`` and ``-log(1 - p) = softplus(logits_p)``.
+    """
+    one = torch.sigmoid(logits_p) * (F.softplus(-logits_q) - F.softplus(-logits_p))
+    zero = torch.sigmoid(-logits_p) * (F.softplus(logits_q) - F.softplus(logits_p))
+    return one + zero
+
+
+def beta_log_prob(concentration1: Tensor, concentration0: Tensor, value: Tensor) -> Tensor:
+    """The log-density of a beta distribution at ``value``, x in (0, 1).
+
+    ``(a - 1) log x + (b - 1) log(1 - x) - log B(a, b)``, with ``a = concentration1``,
+    ``b = concentration0``.
+    """
+    log_low: Tensor = torch.xlogy(concentration1 - 1, value)
+    log_high: Tensor = torch.special.xlog1py(concentration0 - 1, -value)
+    return log_low + log_high - _log_beta(concentration1, concentration0)
+
+
+def beta_entropy(concentration1: Tensor, concentration0: Tensor) -> Tensor:
+    """The differential entropy of a beta distribution.
+
+    ``log B(a, b) - (a - 1) psi(a) - (b - 1) psi(b) + (a + b - 2) psi(a + b)``, with
+    ``a = concentration1``, ``b = concentration0`` and psi the digamma function.
+    """
+    total = concentration1 + concentration0
+    return (
+        _log_beta(concentration1, concentration0)
+        - (concentration1 - 1) * torch.digamma(concentration1)
+        - (concentration0 - 1) * torch.digamma(concentration0)
+        + (total - 2) * torch.digamma(total)
+    )
+
+
+def beta_kl(
+    concentration1_p: Tensor,
+    concentration0_p: Tensor,
+    concentration1_q: Tensor,
+    concentration0_q: Tensor,
+) -> Tensor:
+    """The divergence of two beta distributions.
+
+    ``log B(q) - log B(p) + (a_p - a_q) psi(a_p) + (b_p - b_q) psi(b_p) - (t_p - t_q) psi(t_p)``,
+    with ``a = concentration1``, ``b = concentration0``, ``t = a + b``.
+    """
+    change1, change0 = concentration1_p - concentration1_q, concentration0_p - concentration0_q
+    return (
+        _log_beta(concentration1_q, concentration0_q)
+        - _log_beta(concentration1_p, concentration0_p)
+        + change1 * torch.digamma(concentration1_p)
+        + change0 * torch.digamma(concentration0_p)
+        - (change1 + change0) * torch.digamma(concentration1_p + concentration0_p)
+    )
+
+
+def gamma_log_prob(concentration: Tensor, rate: Tensor, value: Tensor) -> Tensor:
+    """The log-density of a gamma distribution at ``value``, x > 0.
+
+    ``a log rate + (a - 1) log x - rate x - log Gamma(a)``, with ``a = concentration``.
+    """
+    density = (
+        torch.xlogy(concentration, rate) + torch.xlogy(concentration - 1, value) - rate * value
+    )
+    return density - torch.lgamma(concentration)
+
+
+def gamma_entropy(concentration: Tensor, rate: Tensor) -> Tensor:
+    """The differential entropy ``a - log rate + log Gamma(a) + (1 - a) psi(a)``."""
+    return (
+        concentration
+        - rate.log()
+        + torch.lgamma(concentration)
+        + (1 - concentration) * torch.digamma(concentration)
+    )
+
+
+def gamma_kl(
+    concentration_p: Tensor, rate_p: Tensor, concentration_q: Tensor, rate_q: Tensor
+) -> Tensor:
+    """The divergence of two gamma distributions.
+
+    ``(a_p - a_q) psi(a_p) - log Gamma(a_p) + log Gamma(a_q) + a_q log(r_p / r_q)
+    + a_p (r_q / r_p - 1)``, with ``a = concentration``, ``r = rate``.
+    """
+    return (
+        (concentration_p - concentration_q) * torch.digamma(concentration_p)
+        - torch.lgamma(concentration_p)
+        + torch.lgamma(concentration_q)
+        + concentration_q * (rate_p / rate_q).log()
+        + concentration_p * (rate_q / rate_p - 1)
+    )
+
+
+def dirichlet_log_prob(concentration: Tensor, value: Tensor) -> Tensor:
+    """The log-density ``sum_j (a_j - 1) log x_j - log B(a)``, ``[...]``.
+
+    Args:
+        concentration: ``[..., n]``.
+        value: ``[..., n]``, on the simplex.
+    """
+    return torch.xlogy(concentration - 1, value).sum(-1) - _log_multivariate_beta(concentration)
+
+
+def dirichlet_entropy(concentration: Tensor) -> Tensor:
+    """The differential entropy of a Dirichlet distribution, ``[...]``.
+
+    ``log B(a) + (t - n) psi(t) - sum_j (a_j - 1) psi(a_j)``, with ``t = sum_j a_j``.
+
+    Args:
+        concentration: ``[..., n]``.
+    """
+    total = concentration.sum(-1)
+    return (
+        _log_multivariate_beta(concentration)
+        + (total - concentration.shape[-1]) * torch.digamma(total)
+        - ((concentration - 1) * torch.digamma(concentration)).sum(-1)
+    )
+
+
+def dirichlet_kl(concentration_p: Tensor, concentration_q: Tensor) -> Tensor:
+    """The divergence of two Dirichlet distributions with concentrations p and q, ``[...]``.
+
+    ``log B(q) - log B(p) + sum_j (p_j - q_j) (psi(p_j) - psi(t_p))``, with ``t_p = sum_j p_j``.
+
+    Args:
+        concentration_p: ``[..., n]``.
+        concentration_q: ``[..., n]``.
+    """
+    score = torch.digamma(concentration_p) - torch.digamma(concentration_p.sum(-1, keepdim=True))
+    return (
+        _log_multivariate_beta(concentration_q)
+        - _log_multivariate_beta(concentration_p)
+        + ((concentration_p - concentration_q) * score).sum(-1)
+    )
+
+
+def tanh_normal_log_prob(
+    loc: Tensor, scale: Tensor, low: Tensor | float, high: Tensor | float, value: Tensor
+) -> Tensor:
+    """The log-density of ``low + (high - low) (tanh(X) + 1) / 2`` with X normal, at ``value``.
+
+    ``log N(x; loc, scale) - 2 (log 2 - x - softplus(-2 x)) - log((high - low) / 2)``, where x is
+    the inverse at ``value``.
+
+    Args:
+        loc: any shape, before the tanh.
+        scale: likewise.
+        low: lower bound of the value, float or tensor.
+        high: upper bound, above ``low``.
+        value: in ``[low, high]``. At a bound it is moved inside by the resolution of its dtype, so
+            that result and gradients are finite.
+
+    Source: Haarnoja et al. 2018, "Soft actor-critic", appendix C, eq. (21), arXiv 1801.01290.
+    """
+    half_width = (high - low) / 2
+    y = (value - (high + low) / 2) / half_width
+    limit = 1 - torch.finfo(y.dtype).resolution
+    x = torch.atanh(y.clamp(-limit, limit))
+    return normal_log_prob(loc, scale, x) - _log_tanh_slope(x) - _log(half_width)
+
+
+def tanh_normal_entropy(
+    loc: Tensor, scale: Tensor, low: Tensor | float, high: Tensor | float
+) -> Tensor:
+    """The differential entropy of ``low + (high - low) (tanh(X) + 1) / 2`` with X normal.
+
+    Deterministic and within 1e-6. ``H(X) + E[log(1 - tanh(X)^2)] + log((high - low) / 2)``. Since
+    the second derivative of ``log(1 - tanh(x)^2)`` is -4 times the density ``sech(x)^2 / 2`` of a
+    logistic variable L, ``log(1 - tanh(x)^2) = 2 log 2 - 2 E|x + L|``. L is a scale mixture of
+    normals; with five of them, of weight w and std c, ``E|X + L| = sum w E|N(loc, scale^2 + c^2)|``
+    in closed form, with an error that is bounded for every loc and scale.
+
+    Args:
+        loc: any shape, before the tanh.
+        scale: likewise.
+        low: lower bound, float or tensor.
+        high: upper bound, above ``low``.
+
+    Source: Andrews and Mallows 1974, "Scale mixtures of normal distributions", JRSS B 36; the
+    fit as in Monahan and Stefanski 1992, "Normal scale mixture approximations to F*(z)".
+    """
+    # Filled on the device: a constant tensor copied from the host would synchronise.
+    stds = torch.stack([loc.new_full((), std) for std in _LOGISTIC_STDS])
+    weights = torch.stack([loc.new_full((), weight) for weight in _LOGISTIC_WEIGHTS])
+    spread = (scale.unsqueeze(-1).square() + stds.square()).sqrt()
+    z = loc.unsqueeze(-1) / spread
+    # E|N(loc, spread^2)|, the mean of a folded normal.
+    folded = spread * (
+        math.sqrt(2 / math.pi) * (-0.5 * z.square()).exp() + z * torch.erf(z * math.sqrt(0.5))
+    )
+    log_slope = 2 * math.log(2) - 2 * (folded * weights).sum(-1)
+    return normal_entropy(scale) + log_slope + _log((high - low) / 2)
+
+
+def _log_beta(a: Tensor, b: Tensor) -> Tensor:
+    return torch.lgamma(a) + torch.lgamma(b) - torch.lgamma(a + b)
+
+
+def _log_multivariate_beta(concentration: Tensor) -> Tensor:
+    return torch.lgamma(concentration).sum(-1) - torch.lgamma(concentration.sum(-1))
+
+
+def _log_tanh_slope(x: Tensor) -> Tensor:
+    # log(1 - tanh(x)^2) without forming 1 - tanh(x)^2, which is 0 for large |x|.
+    return 2 * (math.log(2) - x - F.softplus(-2 * x))
+
+
+def _log(x: Tensor | float) -> Tensor | float:
+    return x.log() if isinstance(x, Tensor) else math.log(x)

@@ -1,0 +1,192 @@
+"""What a head contributes per sample: log-prob, entropy, KL — the interface and the fallback.
+
+A family evaluates these straight from its parameters; whatever no family knows goes through the
+methods of its own distribution object, with equal results.
+"""
+
+from __future__ import annotations
+
+import abc
+import warnings
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Independent, kl_divergence
+
+
+class Terms(abc.ABC):
+    """Per-sample terms of one head's distribution.
+
+    Attributes:
+        batch_shape: shape of one log-prob.
+        event_shape: shape that an action has beyond ``batch_shape``.
+        playable: ``[*batch_shape]`` bool, False where an action mask forbids every action, or None.
+        bounds: (low, high) of a bounded continuous support, or None.
+        analytic: whether entropy and KL have a formula, so that nothing is sampled.
+    """
+
+    batch_shape: torch.Size
+    event_shape: torch.Size
+    playable: Tensor | None = None
+    bounds: tuple[Tensor | float, Tensor | float] | None = None
+    analytic: bool = True
+
+    @abc.abstractmethod
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Returns the log-prob of the action in nats, ``[*batch_shape]``."""
+
+    @abc.abstractmethod
+    def entropy(self, samples: int = 1) -> Tensor:
+        """Returns the entropy in nats, ``[*batch_shape]``; ``samples`` where it is estimated."""
+
+    @abc.abstractmethod
+    def kl(self, other: Terms, samples: int = 1) -> Tensor:
+        """Returns KL(self ‖ other) in nats, ``[*batch_shape]``."""
+
+    @abc.abstractmethod
+    def contains(self, action: Tensor) -> Tensor:
+        """Returns where the action lies in the support and no mask forbids it, ``[*batch_shape]``."""
+
+    @abc.abstractmethod
+    def neutral(self) -> Tensor | float:
+        """Returns an action in the support's interior: what rows that do not count are scored on."""
+
+    @abc.abstractmethod
+    def mode(self) -> Tensor:
+        """Returns the deterministic action, ``[*batch_shape, *event_shape]``."""
+
+
+def monte_carlo_kl(p: Terms, q: Terms, sample: Tensor) -> Tensor:
+    """Returns the estimate of KL(p ‖ q) from samples of p along dim 0, ``[*batch_shape]``."""
+    return (p.log_prob(sample) - q.log_prob(sample)).mean(0)
+
+
+class DistributionTerms(Terms):
+    """The terms of any ``torch.distributions.Distribution``, through its own methods."""
+
+    def __init__(self, distribution: Distribution) -> None:
+        """Wraps the distribution; its own argument validation is left out of the hot path."""
+        self.distribution = distribution
+        self.batch_shape = distribution.batch_shape
+        self.event_shape = distribution.event_shape
+        if isinstance(distribution, Categorical):
+            # one-hot variants subclass Categorical and keep its empty event shape
+            self.event_shape = distribution.mode.shape[len(self.batch_shape) :]
+        self.analytic = _has_entropy(distribution)
+
+    def log_prob(self, action: Tensor) -> Tensor:
+        """Returns ``distribution.log_prob(action)``."""
+        return _tensor(self.distribution.log_prob(action))
+
+    def entropy(self, samples: int = 1) -> Tensor:
+        """Returns the analytic entropy, or −mean log p over samples where there is none.
+
+        Samples are reparameterised where the distribution can; elsewhere the score function gives
+        the gradient: ∇H = −E[log p ∇log p].
+        """
+        if self.analytic:
+            try:
+                return _tensor(self.distribution.entropy())
+            except NotImplementedError:
+                pass
+        shape = torch.Size((samples,))
+        if self.distribution.has_rsample:
+            return -self.log_prob(self.distribution.rsample(shape)).mean(0)
+        log_prob = self.log_prob(self.distribution.sample(shape))
+        value = log_prob.detach()
+        return -(value + (log_prob - value) * value).mean(0)
+
+    def kl(self, other: Terms, samples: int = 1) -> Tensor:
+        """Returns the registered KL, or its estimate from ``samples`` samples of this distribution."""
+        if isinstance(other, DistributionTerms):
+            try:
+                return _tensor(kl_divergence(self.distribution, other.distribution))
+            except NotImplementedError:
+                pass
+        with torch.no_grad():
+            sample = self.distribution.sample(torch.Size((samples,)))
+        return monte_carlo_kl(self, other, sample)
+
+    def contains(self, action: Tensor) -> Tensor:
+        """Returns the check of ``distribution.support``; where there is none, whether it is finite."""
+        try:
+            support = self.distribution.support
+            inside = support.check(action) if support is not None else action.isfinite()
+        except NotImplementedError:
+            inside = action.isfinite()
+        n = len(self.batch_shape)
+        return inside if inside.ndim <= n else inside.flatten(n).all(-1)
+
+    def neutral(self) -> Tensor | float:
+        """Returns the detached mean where the support has a boundary, else 0."""
+        try:
+            support = self.distribution.support
+            if support is None or support.is_discrete or _is_real(support):
+                return 0.0
+            return _tensor(self.distribution.mean).detach()
+        except (NotImplementedError, AttributeError):
+            return 0.0
+
+    def mode(self) -> Tensor:
+        """Returns the deterministic sample: ``deterministic_sample``, else mode, else mean."""
+        for name in ("deterministic_sample", "mode", "mean"):
+            try:
+                return _tensor(getattr(self.distribution, name))
+            except (AttributeError, NotImplementedError, RuntimeError):
+                continue
+        raise NotImplementedError(f"{type(self.distribution).__name__} has no deterministic sample")
+
+
+def _is_real(support: torch.distributions.constraints.Constraint) -> bool:
+    """Returns whether the support is the whole real line, per element."""
+    inner = getattr(support, "base_constraint", support)
+    return isinstance(inner, type(torch.distributions.constraints.real))
+
+
+def _tensor(value: object) -> Tensor:
+    """Returns the value, which a distribution must give as one tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"expected a tensor from the distribution, found {type(value).__name__}")
+    return value
+
+
+def _has_entropy(distribution: Distribution) -> bool:
+    """Returns whether the class overrides ``Distribution.entropy``, ``Independent`` resolved."""
+    if isinstance(distribution, Independent):
+        return _has_entropy(distribution.base_dist)
+    return type(distribution).entropy is not Distribution.entropy
+
+
+def without_validation(distribution: Distribution) -> Distribution:
+    """Returns the distribution with its argument checks off, bases included.
+
+    The checks read values back from the device; the library's ``validate=True`` does them with a
+    message that names the head.
+    """
+    node: object = distribution
+    while isinstance(node, Distribution):
+        node._validate_args = False
+        node = getattr(node, "base_dist", None)
+    return distribution
+
+
+class Validation:
+    """Context in which new distributions skip their argument checks; no effect under compile."""
+
+    def __enter__(self) -> None:
+        """Turns the default off."""
+        self.previous = Distribution._validate_args
+        if self.previous and not torch.compiler.is_compiling():
+            Distribution.set_default_validate_args(False)
+
+    def __exit__(self, *exc: object) -> None:
+        """Restores the default."""
+        if self.previous and not torch.compiler.is_compiling():
+            Distribution.set_default_validate_args(True)
+
+
+def quiet_mode(terms: Terms) -> Tensor:
+    """Returns ``terms.mode()`` without the fall-back warnings of the distribution."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return terms.mode()

@@ -1,0 +1,377 @@
+"""The one forward template: read, run the actor, ratio, surrogate, entropy and value, reduce, write.
+
+Every loss is this template with other parts; none overrides ``forward``.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import dispatch
+from torch import Tensor, nn
+
+from composite_losses import functional as F
+from composite_losses.errors import ConfigError, MissingKeyError, ShapeError
+from composite_losses.heads import ActorProgram, Terms
+from composite_losses.heads.chain import check_source
+from composite_losses.heads.keys import as_key, listing, path, read
+from composite_losses.heads.shapes import shown, sum_event
+from composite_losses.losses import _frame, _metrics
+from composite_losses.losses._checks import check_behaviour, check_policy
+from composite_losses.losses._frame import Frame
+from composite_losses.losses._inspect import Inspection
+from composite_losses.losses._keys import AcceptedKeys, Keys
+from composite_losses.losses._networks import Networks
+from composite_losses.losses._policy import PolicySide
+from composite_losses.losses._torchrl import LossModule, ValueEstimators
+from composite_losses.losses._value import ValueSide
+from composite_losses.losses.parts import EntropyTerm, ValueTerm
+from composite_losses.losses.samples import Samples
+from composite_losses.losses.surrogates import Surrogate, scalar
+
+logger = logging.getLogger("composite_losses")
+
+
+class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
+    """The forward template over parts; abstract."""
+
+    _AcceptedKeys = AcceptedKeys
+    default_keys = AcceptedKeys
+    default_value_estimator = ValueEstimators.GAE
+    # the word this loss goes by in TorchRL's messages
+    label: ClassVar[str] = "PPO"
+    objective_key: ClassVar[str] = "loss_objective"
+    value_key: ClassVar[str] = "loss_critic"
+
+    def __init__(
+        self,
+        actor_network: nn.Module | None,
+        critic_network: nn.Module | None = None,
+        *,
+        surrogate: Surrogate,
+        value: ValueTerm | None = None,
+        entropy: EntropyTerm | None = None,
+        advantage: nn.Module | None = None,
+        entropy_bonus: bool = True,
+        functional: bool = True,
+        separate_losses: bool = False,
+        delay_actor: bool = False,
+        delay_value: bool = False,
+        max_importance_ratio: float | None = None,
+        reduction: str | None = None,
+        log_prob_source: str = "auto",
+        validate: bool = False,
+        heads: Mapping[str, tuple[NestedKey, int]] | None = None,
+        sync_counts: bool = False,
+        metrics: bool = True,
+        log_explained_variance: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Registers networks and parts; see the concrete losses for the arguments."""
+        if max_importance_ratio is not None and not float(max_importance_ratio) > 0:
+            raise ConfigError(f"max_importance_ratio must be > 0, got {max_importance_ratio}.")
+        if not isinstance(actor_network, nn.Module):
+            raise TypeError(
+                "Missing positional arguments actor_network or critic_network: expected a policy "
+                f"module, found {type(actor_network).__name__}."
+            )
+        reduction = "mean" if reduction is None else reduction
+        if reduction not in ("none", "mean", "sum"):
+            raise ConfigError(f"reduction: expected 'none', 'mean' or 'sum', found {reduction!r}.")
+        check_source(log_prob_source)
+        self._functional = functional
+        super().__init__()
+        self.separate_losses = separate_losses
+        self.delay_actor, self.delay_value = delay_actor, delay_value
+        self.reduction = reduction
+        self.source = log_prob_source
+        self.validate = validate
+        self._columns = dict(heads) if heads is not None else None
+        self._user_keys = {}
+        self._selected_in_keys = None
+        self._selected_out_keys = None
+        self._register_networks(actor_network, critic_network)
+        self._program = ActorProgram(actor_network)
+        self._random_modules = [
+            m for m in actor_network.modules() if isinstance(m, nn.modules.dropout._DropoutNd)
+        ]
+        self._warned_random = False
+        self._adopt_actor_keys()
+        self._plan = self._compiled_plan()
+        self.surrogate = surrogate
+        self.value = value if critic_network is not None else None
+        self.entropy = EntropyTerm(0.0) if entropy is None else entropy
+        self.entropy_bonus = entropy_bonus and entropy is not None
+        self.advantage = advantage
+        self.sync_counts = sync_counts
+        self.metrics = metrics
+        self.log_explained_variance = log_explained_variance
+        cap = (
+            None
+            if max_importance_ratio is None
+            else scalar("max_importance_ratio", max_importance_ratio).clone()
+        )
+        self.register_buffer("max_importance_ratio", cap)
+        self._recurrent = _frame.is_recurrent(self.actor_network) or _frame.is_recurrent(
+            self.critic_network
+        )
+        self._bind()
+        first = next(iter(self.parameters()), None)
+        where = device if device is not None else (None if first is None else first.device)
+        if where is not None:
+            for part in (self.surrogate, self.value, self.entropy):
+                if part is not None:
+                    part.to(where)
+            if cap is not None:
+                self.max_importance_ratio = cap.to(where)
+
+    def _bind(self) -> None:
+        """Resolves the parts' options by head, once the heads are known."""
+        if self._program.settled:
+            self.surrogate.bind(self._plan)
+            self.entropy.bind(self._plan)
+
+    # --- the template ---------------------------------------------------------------------------
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns the losses and metrics of a batch, with exactly ``out_keys``; the input is unchanged.
+
+        Args:
+            tensordict: the data, of any batch size, with the entries that ``in_keys`` lists.
+
+        Raises:
+            MissingKeyError: an entry is not there.
+            ShapeError: an entry has a shape that would have to be broadcast.
+            GraphError: a stored entry requires grad.
+            NonFiniteError, ConfigError: under ``validate=True``, what the stored values show.
+        """
+        self._settle(tensordict)
+        self._warn_random()
+        td = tensordict.copy()
+        advantage = self._stored_advantage(td)
+        frame = self._frame(td, advantage)
+        self._neutralise(td, frame, advantage is None)
+        fresh_target = None
+        if advantage is None:
+            advantage, fresh_target = self._computed_advantage(td, frame)
+        proximal = td.copy() if self.delay_actor else None
+        found = self._run_actor(td)
+        samples, terms = self._samples(
+            tensordict, td, frame, found, advantage, proximal, fresh_target
+        )
+        out = self._policy_outputs(samples, terms)
+        if self.value is not None:
+            out |= self._value_outputs(tensordict, td, frame)
+        return TensorDict({key: out[key] for key in self._all_out_keys()}, batch_size=[])
+
+    def _settle(self, td: TensorDictBase) -> None:
+        """Finds the heads of an actor that only a run reveals, at the first call."""
+        if self._program.settled:
+            return
+        with torch.no_grad(), self._with(self.actor_network, self.actor_network_params):
+            self._program.run(td.copy())
+        self._plan = self._compiled_plan()
+        self._bind()
+
+    def _warn_random(self) -> None:
+        """Warns once where dropout makes the current log-prob differ from the stored one."""
+        if (
+            self._random_modules
+            and self.surrogate.uses_ratio
+            and not self._warned_random
+            and not torch.compiler.is_compiling()
+            and any(m.training and m.p > 0 for m in self._random_modules)
+        ):
+            self._warned_random = True
+            warnings.warn(
+                f"{type(self).__name__}: the actor draws random numbers in train mode (dropout), so "
+                "the ratio is not 1 on fresh data. Call loss.eval() (it reaches the networks) or "
+                "remove the dropout.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    # --- 1 read ---------------------------------------------------------------------------------
+
+    def _stored_advantage(self, td: TensorDictBase) -> Tensor | TensorDictBase | None:
+        """Returns the stored advantage, without its graph, or None."""
+        value = read(td, self.tensor_keys.advantage)
+        if isinstance(value, Tensor):
+            return value.detach()
+        if isinstance(value, TensorDictBase):
+            if getattr(self.surrogate, "ratio", None) != "per_head":
+                raise ConfigError(
+                    f"advantage {self.tensor_keys.advantage!r}: one advantage per head needs "
+                    "ratio='per_head'."
+                )
+            return value.detach()
+        return None
+
+    def _frame(self, td: TensorDictBase, advantage: Tensor | TensorDictBase | None) -> Frame:
+        """Returns the frame of the batch."""
+        sample = _frame.sample_shape(
+            td,
+            self._plan,
+            advantage,
+            advantage_key=self.tensor_keys.advantage,
+            log_prob_keys=[head.log_probs[0] for head in self._plan.heads],
+        )
+        mask = _frame.find_mask(td, sample, *self._mask_keys())
+        active = {
+            position: _frame.required_mask(td, sample, key)
+            for position, key in self._head_active_keys().items()
+        }
+        return Frame(sample, td.batch_dims, mask, active)
+
+    def _neutralise(self, td: TensorDictBase, frame: Frame, for_advantage: bool) -> None:
+        """Replaces what rows that do not count hold, wherever networks will read."""
+        if frame.mask is None:
+            return
+        keys = self._network_keys()
+        if for_advantage and self.critic_network is not None:
+            keys += [as_key(("next", *path(k))) for k in self.critic_network.in_keys]
+        _frame.neutralise(
+            td,
+            keys,
+            frame,
+            true_keys=self._program.parameter_keys,
+            keep_finite=self._recurrent,
+        )
+        if for_advantage:
+            names = self.tensor_keys
+            dim = _frame.time_dim(td)
+            if dim is not None:
+                _frame.neutralise_trajectory(
+                    td, frame, names.reward, (names.done, names.terminated), dim
+                )
+
+    def _computed_advantage(self, td: TensorDictBase, frame: Frame) -> tuple[Tensor, Tensor | None]:
+        """Returns (advantage, value target) from the value estimator, which writes on the copy.
+
+        Raises:
+            RuntimeError: there is no critic to compute it with.
+        """
+        names = self.tensor_keys
+        if self.critic_network is None:
+            raise MissingKeyError(
+                f"advantage {names.advantage!r} not found, and without a critic network it cannot be "
+                f"computed. Keys present: {listing(td)}."
+            )
+        if self._value_estimator is None:
+            logger.info(
+                "%s builds its default value estimator %s; make_value_estimator(...) sets another.",
+                type(self).__name__,
+                self.default_value_estimator,
+            )
+        self.value_estimator(
+            td,
+            params=self._cached_critic_network_params_detached,
+            target_params=self.target_critic_network_params if self._functional else None,
+        )
+        advantage = td.get(names.advantage).detach()
+        if advantage.shape != (*frame.sample, 1):
+            raise ShapeError(
+                f"advantage {names.advantage!r}: the value estimator gave {shown(advantage.shape)}, "
+                f"expected {shown((*frame.sample, 1))}. Give the reward, done and value keys of the "
+                "actions' group with set_keys(...)."
+            )
+        return advantage, td.get(names.value_target)
+
+    # --- 4 to 7 objective, entropy, reduce, write -----------------------------------------------
+
+    def _policy_outputs(self, samples: Samples, terms: list[Terms]) -> dict[str, Tensor]:
+        """Returns the policy losses and metrics."""
+        objective = self.surrogate(samples)
+        out = {self.objective_key: self._reduced(-objective, samples.mask)}
+        names = self._plan.names
+        if self.metrics or self.entropy_bonus:
+            entropy = self._entropies(terms, samples)
+            if self.entropy_bonus:
+                loss = self.entropy(entropy, samples.active)
+                out["loss_entropy"] = self._reduced(loss, samples.mask)
+            if self.metrics:
+                out |= _metrics.entropy_metrics(entropy, samples, names)
+        out |= self.surrogate.reports(samples)
+        if self.metrics and self.surrogate.uses_ratio:
+            out |= _metrics.ratio_metrics(samples, self.surrogate)
+            if len(names) > 1:
+                out |= _metrics.head_ratio_metrics(samples, self.surrogate, names)
+        return out
+
+    def _entropies(self, terms: list[Terms], samples: Samples) -> Tensor:
+        """Returns the heads' entropies in nats, ``[*S, H]``; without a graph where only logged."""
+        n = samples.log_prob.ndim - 1
+        only_logged = not self.entropy_bonus or self.entropy.off
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not only_logged):
+            each = []
+            for term in terms:
+                try:
+                    each.append(sum_event(term.entropy(self.entropy.samples), n))
+                except NotImplementedError:
+                    if not only_logged:
+                        raise
+                    each.append(torch.full_like(samples.log_prob[..., 0], float("nan")).detach())
+            return F.fill(torch.stack(each, -1), samples.valid_heads)
+
+    def _reduced(self, loss: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns a loss ``[*S]`` reduced over the rows that count."""
+        count = None
+        if self.sync_counts and self.reduction == "mean":
+            count = _metrics.all_reduced_count(F.valid_count(loss, mask))
+        return F.reduce(loss, mask, self.reduction, count=count)
+
+    def _all_out_keys(self) -> list[str]:
+        """Names of all outputs, losses first."""
+        keys = [self.objective_key]
+        names = self._plan.names if len(self._plan.names) > 1 else ()
+        if self.value is not None:
+            keys.append(self.value_key)
+        if self.entropy_bonus:
+            keys.append("loss_entropy")
+        keys += self.surrogate.report_keys
+        if not self.metrics:
+            return keys
+        keys += ["entropy", *(f"entropy/{name}" for name in names)]
+        if self.surrogate.uses_ratio:
+            keys += _metrics.RATIO_METRICS
+            keys += [f"{metric}/{name}" for metric in _metrics.HEAD_METRICS for name in names]
+        if self.value is not None:
+            if self.log_explained_variance:
+                keys.append("explained_variance")
+            if self.value.clip is not None:
+                keys.append("value_clip_fraction")
+        return keys
+
+    @property
+    def out_keys(self) -> list[Any]:
+        """Names of exactly what a call returns."""
+        return self._all_out_keys() if self._selected_out_keys is None else self._selected_out_keys
+
+    @out_keys.setter
+    def out_keys(self, values: list[Any] | None) -> None:
+        self._selected_out_keys = values
+
+    def _own_in_keys(self) -> list[NestedKey]:
+        """Keys of the behaviour log-prob: stored, joint, parameters."""
+        keys: list[NestedKey] = []
+        if self.surrogate.uses_ratio:
+            if self.source != "params":
+                keys += [key for head in self._plan.heads for key in head.log_probs]
+                keys += [] if self.surrogate.uses_heads else self._plan.joint
+            if self.source != "stored":
+                keys += self._program.parameter_keys
+        if self.surrogate.uses_kl:
+            keys += self._program.parameter_keys
+        return keys
+
+    def reset(self) -> None:
+        """Resets what a surrogate adapts."""
+        reset = getattr(self.surrogate, "reset", None)
+        if callable(reset):
+            reset()

@@ -1,0 +1,62 @@
+"""What the data say about the policy: log-probs and where they come from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDict, TensorDictBase
+
+from composite_losses.heads import find
+from composite_losses.heads.chain import as_tensordict
+from composite_losses.heads.shapes import fit_action
+from composite_losses.losses._torchrl import loss_context
+
+if TYPE_CHECKING:
+    from composite_losses.losses._base import BaseLoss as _Host
+else:
+    _Host = object
+
+
+class Inspection(_Host):
+    """Mixin of a loss: read-only views of what a call would use."""
+
+    def log_probs(self, tensordict: TensorDictBase) -> TensorDict:
+        """Returns ``{"current": …, "behaviour": …}``: log-probs of the stored actions, in nats.
+
+        Both parts are nested like the action keys, in the distributions' batch shapes; nothing is
+        summed. The behaviour part is detached; a joint log-prob stands under ``"sample_log_prob"``.
+        """
+        self._settle(tensordict)
+        with loss_context(self):
+            td = tensordict.copy()
+            terms = self._run_actor(td)
+            behaviour = find(
+                self._program, self._plan, tensordict, source=self.source, joint_ok=True
+            )
+            current = TensorDict({}, batch_size=tensordict.batch_size)
+            for i, (head, term) in enumerate(zip(self._plan.heads, terms, strict=True)):
+                action = fit_action(
+                    self._stored_action(tensordict, i),
+                    term.batch_shape,
+                    term.event_shape,
+                    key=head.action,
+                )
+                value = term.log_prob(action)
+                key = head.slot if head.column is not None else head.action
+                current.set(key, value)
+                stored = behaviour.stored[i]
+                if stored is not None and stored.shape == (*value.shape, 1):
+                    behaviour.stored[i] = stored.squeeze(-1)
+            old = as_tensordict(behaviour, self._plan, tensordict)
+        return TensorDict({"current": current, "behaviour": old}, batch_size=tensordict.batch_size)
+
+    def log_prob_source(self, tensordict: TensorDictBase) -> dict[str, str]:
+        """Returns head name → ``"stored"``, ``"joint"`` or ``"params"``: where a call finds it."""
+        self._settle(tensordict)
+        return find(
+            self._program,
+            self._plan,
+            tensordict,
+            source=self.source,
+            joint_ok=not self.surrogate.uses_heads,
+        ).sources

@@ -1,0 +1,156 @@
+"""The networks of a loss: registration, functional parameters, modes, conversions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictParams
+from torch import Tensor, nn
+
+from composite_losses.errors import ConfigError
+from composite_losses.heads.keys import as_key, path
+
+if TYPE_CHECKING:
+    from composite_losses.losses._torchrl import LossModule as _Host
+else:
+    _Host = object
+
+
+class Networks(_Host):
+    """Mixin of a loss: its networks and their parameters."""
+
+    actor_network: nn.Module
+    critic_network: nn.Module | None
+    actor_network_params: TensorDictParams | None
+    critic_network_params: TensorDictParams | None
+    target_actor_network_params: TensorDictParams | None
+    target_critic_network_params: TensorDictParams | None
+    _functional: bool
+    separate_losses: bool
+    delay_actor: bool
+    delay_value: bool
+
+    def _register_networks(self, actor: nn.Module, critic: nn.Module | None) -> None:
+        """Registers actor and critic, functional or not, as TorchRL's losses do.
+
+        Raises:
+            ConfigError: delayed parameters of networks that are not functionalised.
+        """
+        if not self._functional and (self.delay_actor or self.delay_value):
+            what = "delay_actor" if self.delay_actor else "delay_value"
+            raise ConfigError(
+                f"{what}=True requires functional=True: the delayed parameters exist only for "
+                "functionalised networks."
+            )
+        if self._functional:
+            self.convert_to_functional(
+                actor, "actor_network", create_target_params=self.delay_actor
+            )
+        else:
+            self.actor_network = actor
+            self.actor_network_params = None
+            self.target_actor_network_params = None
+        if self._functional and critic is not None:
+            shared = list(actor.parameters()) if self.separate_losses else None
+            self.convert_to_functional(
+                critic,
+                "critic_network",
+                create_target_params=self.delay_value,
+                compare_against=shared,
+            )
+        else:
+            self.critic_network = critic
+            self.critic_network_params = None
+            self.target_critic_network_params = None
+
+    @property
+    def functional(self) -> bool:
+        """Whether the networks' parameters are held by the loss, as TensorDictParams."""
+        return self._functional
+
+    def _with(
+        self, network: nn.Module, params: TensorDictParams | None
+    ) -> contextlib.AbstractContextManager[Any]:
+        """Context in which the network holds the given parameters."""
+        if not self._functional or params is None:
+            return contextlib.nullcontext()
+        return cast(
+            contextlib.AbstractContextManager[Any],
+            params.to_module(network, preserve_module_state=False),
+        )
+
+    @property
+    def _cached_critic_network_params_detached(self) -> TensorDictBase | None:
+        """Detached critic parameters, for the value estimator."""
+        return None if self.critic_network_params is None else self.critic_network_params.detach()
+
+    _cached_detach_critic_network_params = _cached_critic_network_params_detached
+
+    def train(self, mode: bool = True) -> Any:
+        """Sets the mode of the loss and of its networks, functional or not."""
+        super().train(mode)
+        for network in (self.actor_network, self.critic_network):
+            if isinstance(network, nn.Module):
+                network.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Applies a conversion to every tensor, and to what the functional forward reads.
+
+        ``TensorDictParams`` keeps stale tensors when a conversion replaces parameters (to
+        ``meta``, or with swapped parameters), so their trees are rebuilt here.
+        """
+        trees = {n: m for n, m in self._modules.items() if isinstance(m, TensorDictParams)}
+        for name in trees:
+            del self._modules[name]
+        super()._apply(fn)
+        replaced: dict[int, Tensor] = {}
+        for tree in trees.values():
+            _convert(tree, fn, replaced)
+        self._modules.update(trees)
+        return self
+
+
+def _convert(
+    tree: TensorDictParams, fn: Callable[[Tensor], Tensor], replaced: dict[int, Tensor]
+) -> None:
+    """Converts the tensors of a parameter tree, keeping each Parameter object where it can live on."""
+    inner = tree._param_td
+    inner._erase_cache()
+    flat: dict[tuple[str, ...], Tensor] = {}
+    with torch.no_grad():
+        for key, value in inner.items(True, True):
+            flat[path(key)] = _converted(value, fn, replaced)
+    fresh = TensorDict({}, batch_size=inner.batch_size)
+    for key in inner.keys(True, False):
+        if key not in flat and path(key) not in flat:
+            fresh.set(key, TensorDict({}, batch_size=inner.get(key).batch_size))
+    for parts, value in flat.items():
+        fresh.set(as_key(parts), value)
+    tree._param_td = fresh
+    tree._reset_params()
+
+
+def _converted(
+    value: Tensor, fn: Callable[[Tensor], Tensor], replaced: dict[int, Tensor]
+) -> Tensor:
+    """Returns the converted tensor: the same Parameter with new data, or a new one of its kind."""
+    if id(value) in replaced:
+        return replaced[id(value)]
+    data = fn(value.data)
+    same_kind = torch._has_compatible_shallow_copy_type(value, data)
+    if same_kind:
+        value.data = data
+        out = value
+        if value.grad is not None:
+            value.grad.data = fn(value.grad.data)
+    elif isinstance(value, nn.Parameter):
+        out = nn.Parameter(data, requires_grad=value.requires_grad)
+    else:
+        out = type(value)(data) if type(value) is not Tensor else data
+    replaced[id(value)] = out
+    return out

@@ -1,0 +1,39 @@
+"""A2C under TorchRL's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from composite_losses.losses._base import BaseLoss
+from composite_losses.losses._door import CRITIC_COEFF, ENTROPY, MECHANICS, VALUE, Door
+from composite_losses.losses._torchrl import loss_context
+from composite_losses.losses.surrogates import Score, Surrogate
+
+
+class A2CLoss(Door, BaseLoss):
+    """Advantage actor-critic loss (part ``Score``), with TorchRL's keywords (Mnih et al. 2016).
+
+    The stored actions are scored; no behaviour log-prob is read.
+    """
+
+    label = "A2C"
+    options = {**ENTROPY, **CRITIC_COEFF, **VALUE, "advantage_norm": None, **MECHANICS}
+
+    def _surrogate(self, options: dict[str, Any]) -> Surrogate:
+        """Returns the score function."""
+        return Score()
+
+    def _log_probs(self, tensordict: TensorDictBase) -> tuple[Tensor, list[Any]]:
+        """Returns (joint log-prob of the stored actions ``[*S, 1]``, terms of the heads)."""
+        self._settle(tensordict)
+        with loss_context(self):
+            td = tensordict.copy()
+            frame = self._frame(td, None)
+            terms = self._run_actor(td)
+            actions = self._actions(tensordict, frame, terms)
+            current = [t.log_prob(a) for t, a in zip(terms, actions, strict=True)]
+            log_prob, _ = self._aligned(frame, current, None, actions, None, frame.mask)
+        return log_prob.sum(-1, keepdim=True), terms

@@ -1,0 +1,316 @@
+"""Why the ratio is not 1 on fresh data: ``diagnose``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from torch import Tensor, nn
+
+from composite_losses import functional as F
+from composite_losses.heads import Behaviour, Terms, find
+from composite_losses.heads.families import CategoricalTerms
+from composite_losses.heads.keys import path, read
+from composite_losses.heads.shapes import shown
+from composite_losses.losses._base import BaseLoss
+from composite_losses.losses._frame import Frame
+from composite_losses.losses._torchrl import loss_context
+
+# what float32 arithmetic in another order may leave
+TOLERANCE = 1e-4
+RANDOM_MODULES = (
+    nn.modules.dropout._DropoutNd,
+    nn.RReLU,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+)
+
+
+@dataclass
+class Diagnosis:
+    """What ``diagnose`` found.
+
+    Attributes:
+        sources: head → ``"stored"``, ``"joint"`` or ``"params"``.
+        max_abs_log_ratio: head → largest |log π − log π_behaviour| in nats over the rows that count
+            (for a joint log-prob one value, under every head).
+        non_finite: head → number of rows that count whose behaviour or current log-prob is not finite.
+        masked_fraction: fraction of the rows that do not count, in [0, 1].
+        reasons: sentences; empty when all is well.
+        heads: head → (action key, action shape, log-prob key, log-prob shape), for reading.
+    """
+
+    sources: dict[str, str]
+    max_abs_log_ratio: dict[str, float]
+    non_finite: dict[str, int]
+    masked_fraction: float
+    reasons: list[str] = field(default_factory=list)
+    heads: dict[str, tuple[NestedKey, str, NestedKey | None, str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Returns a readable report with heads, keys and shapes."""
+        lines = [f"{'head':<14} {'source':<8} {'max|log r|':>11} {'non-finite':>10}  entries"]
+        for name, source in self.sources.items():
+            action, action_shape, key, shape = self.heads[name]
+            entries = f"action {action!r} {action_shape}, log-prob {key!r} {shape}"
+            lines.append(
+                f"{name:<14} {source:<8} {self.max_abs_log_ratio[name]:>11.3g} "
+                f"{self.non_finite[name]:>10d}  {entries}"
+            )
+        lines.append(f"masked rows: {self.masked_fraction:.1%}")
+        if self.reasons:
+            lines += ["what is wrong:", *(f"  - {reason}" for reason in self.reasons)]
+        else:
+            lines.append("all is well: the current policy is the behaviour policy of these data")
+        return "\n".join(lines)
+
+
+def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
+    """Returns where the behaviour log-probs come from and why the ratio is not 1, if it is not.
+
+    Meant for fresh data, before the first update. Needs no advantage; reads values back from the
+    device; the data and the loss stay unchanged. Runs under recurrent mode and deterministic
+    exploration, as ``forward`` does.
+
+    Args:
+        loss: any loss of this library.
+        tensordict: data as the loss would get them.
+
+    Raises:
+        MissingKeyError: no behaviour log-prob can be found for a head.
+    """
+    loss._settle(tensordict)
+    with torch.no_grad(), loss_context(loss):
+        td = tensordict.copy()
+        frame = loss._frame(td, loss._stored_advantage(td))
+        loss._neutralise(td, frame, for_advantage=False)
+        terms = loss._run_actor(td)
+        parameters = loss._blended_parameters(tensordict, td, frame)
+        behaviour = find(
+            loss._program,
+            loss._plan,
+            tensordict,
+            source=loss.source,
+            joint_ok=not loss.surrogate.uses_heads,
+            parameters=parameters,
+        )
+        actions = loss._actions(tensordict, frame, terms)
+        current = [t.log_prob(a) for t, a in zip(terms, actions, strict=True)]
+        active = loss._active(frame, terms)
+        now, old = loss._aligned(frame, current, behaviour, actions, active, frame.mask)
+        report = _measured(loss, tensordict, frame, behaviour, now, old, active)
+        off = any(not value <= TOLERANCE for value in report.max_abs_log_ratio.values())
+        reasons = report.reasons
+        reasons += _support_reasons(loss, frame, terms, actions, active, tensordict)
+        if off:
+            reasons += _random_reasons(loss.actor_network)
+            reasons += _clipping_reasons(loss, frame, terms, actions)
+            reasons += _key_reasons(loss, behaviour, terms, tensordict, now, old)
+        reasons += _parameter_reasons(loss, behaviour, tensordict, td, off)
+        if off and not reasons:
+            worst = max(report.max_abs_log_ratio, key=lambda n: report.max_abs_log_ratio[n])
+            reasons.append(
+                f"head {worst!r}: the current log-prob differs from the behaviour one by up to "
+                f"{report.max_abs_log_ratio[worst]:.3g} nats: the weights have moved since the data "
+                "were collected, or another policy collected them."
+            )
+    return report
+
+
+def _measured(
+    loss: BaseLoss,
+    td: TensorDictBase,
+    frame: Frame,
+    behaviour: Behaviour,
+    now: Tensor,
+    old: Tensor | None,
+    active: Tensor | None,
+) -> Diagnosis:
+    """Returns the report with its numbers."""
+    n = now.shape[-1]
+    rows = torch.ones(frame.sample, dtype=torch.bool, device=now.device)
+    if frame.mask is not None:
+        rows = frame.mask
+    valid = rows.unsqueeze(-1).expand_as(now) if active is None else active & rows.unsqueeze(-1)
+    if old is None:
+        old = now
+    joint = behaviour.joint is not None
+    gap = now.sum(-1) - old if joint else now - old
+    gaps = [gap] * n if joint else list(gap.unbind(-1))
+    both = [now[..., i].isfinite() & (old if joint else old[..., i]).isfinite() for i in range(n)]
+    ratios, broken, heads = {}, {}, {}
+    for i, head in enumerate(loss._plan.heads):
+        mask = rows if joint else valid[..., i]
+        ratios[head.name] = _largest(gaps[i], mask & both[i])
+        broken[head.name] = int((~both[i] & mask).sum())
+        action = read(td, head.action)
+        key = behaviour.joint_key if joint else behaviour.keys[i]
+        stored = behaviour.joint if joint else behaviour.stored[i]
+        shape = "rebuilt from stored parameters" if stored is None else shown(stored.shape)
+        where = shown(action.shape) if isinstance(action, Tensor) else "?"
+        heads[head.name] = (head.action, where, key, shape)
+    masked = float((~rows).sum()) / max(rows.numel(), 1)
+    reasons = [
+        f"head {name!r}: {count} row(s) that count have a log-prob that is not finite."
+        for name, count in broken.items()
+        if count
+    ]
+    return Diagnosis(dict(behaviour.sources), ratios, broken, masked, reasons, heads)
+
+
+def _largest(x: Tensor, mask: Tensor) -> float:
+    """Returns the largest |x| over the mask; 0 where it is empty."""
+    value = F.masked_max(x.abs(), mask)
+    return float(value)
+
+
+def _random_reasons(actor: nn.Module) -> Iterator[str]:
+    """Yields modules in train mode that draw random numbers or use batch statistics."""
+    for name, module in actor.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, RANDOM_MODULES) and getattr(module, "p", 1.0) > 0:
+            yield (
+                f"module {name!r} ({type(module).__name__}) is in train mode and draws random numbers "
+                "(dropout): the network that scores is not the one that acted. Call loss.eval()."
+            )
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            yield (
+                f"module {name!r} ({type(module).__name__}) is in train mode and uses batch "
+                "statistics, which differ between collection and update. Call loss.eval()."
+            )
+
+
+def _support_reasons(
+    loss: BaseLoss,
+    frame: Frame,
+    terms: list[Terms],
+    actions: list[Tensor],
+    active: Tensor | None,
+    td: TensorDictBase,
+) -> Iterator[str]:
+    """Yields actions outside their support, and actions that an action mask forbids."""
+    for i, head in enumerate(loss._plan.heads):
+        outside = ~terms[i].contains(actions[i])
+        mask = frame.head_mask(i)
+        if active is not None:
+            mask = active[..., i] if mask is None else mask & active[..., i]
+        if mask is not None:
+            extra = outside.ndim - mask.ndim
+            outside = outside & mask.reshape(*mask.shape, *(1,) * extra)
+        count = int(outside.sum())
+        if not count:
+            continue
+        term = terms[i]
+        if isinstance(term, CategoricalTerms) and term.allowed is not None:
+            yield (
+                f"head {head.name!r}: its action mask forbids {count} stored action(s) under "
+                f"{head.action!r}: the mask in the data is not the one the policy acted with."
+            )
+        else:
+            yield (
+                f"head {head.name!r}: {count} stored action(s) under {head.action!r} lie outside the "
+                "distribution's support."
+            )
+
+
+def _clipping_reasons(
+    loss: BaseLoss, frame: Frame, terms: list[Terms], actions: list[Tensor]
+) -> Iterator[str]:
+    """Yields heads whose continuous actions pile up at their bounds."""
+    for i, head in enumerate(loss._plan.heads):
+        action = actions[i]
+        if not action.dtype.is_floating_point or isinstance(terms[i], CategoricalTerms):
+            continue
+        mask = frame.head_mask(i)
+        flat = action if mask is None else action[mask]
+        flat = flat.reshape(-1, action.shape[-1] if terms[i].event_shape else 1)
+        bounds = terms[i].bounds
+        if bounds is not None:
+            at_bound = (flat <= bounds[0]) | (flat >= bounds[1])
+        else:
+            low, high = flat.amin(0, keepdim=True), flat.amax(0, keepdim=True)
+            at_low, at_high = flat == low, flat == high
+            repeated = (at_low.sum(0) > 1) & (low != high), (at_high.sum(0) > 1) & (low != high)
+            at_bound = (at_low & repeated[0]) | (at_high & repeated[1])
+        count = int(at_bound.sum())
+        if count:
+            yield (
+                f"head {head.name!r}: {count} value(s) of {head.action!r} sit exactly at their bounds: "
+                "the stored action was clipped after it was sampled. Store the sampled action and let "
+                "the environment clip its own copy."
+            )
+
+
+def _key_reasons(
+    loss: BaseLoss,
+    behaviour: Behaviour,
+    terms: list[Terms],
+    td: TensorDictBase,
+    now: Tensor,
+    old: Tensor | None,
+) -> Iterator[str]:
+    """Yields log-prob entries that look like something else, and better candidates."""
+    if old is None or behaviour.joint is not None:
+        return
+    for i, head in enumerate(loss._plan.heads):
+        if behaviour.stored[i] is None:
+            continue
+        if float((now[..., i] - old[..., i]).abs().amax() if now.numel() else 0.0) <= TOLERANCE:
+            continue
+        key = behaviour.keys[i]
+        for other, value in td.items(include_nested=True, leaves_only=True):
+            if path(other) == path(key) or not isinstance(value, Tensor):
+                continue
+            value = value.squeeze(-1) if value.shape == (*now.shape[:-1], 1) else value
+            if value.shape != now.shape[:-1] or not value.dtype.is_floating_point:
+                continue
+            if now.numel() and bool(((value - now[..., i]).abs() <= TOLERANCE).all()):
+                yield (
+                    f"head {head.name!r}: key {key!r} looks wrong: {other!r} holds exactly the log-prob "
+                    "of the current policy. Set it with set_keys(sample_log_prob=...)."
+                )
+                break
+        else:
+            stored = old[..., i]
+            discrete = isinstance(terms[i], CategoricalTerms)
+            if discrete and bool((stored > TOLERANCE).any()):
+                yield (
+                    f"head {head.name!r}: key {key!r} looks wrong: it holds positive values, which no "
+                    "discrete log-prob has (probabilities, or another quantity?)."
+                )
+
+
+def _parameter_reasons(
+    loss: BaseLoss,
+    behaviour: Behaviour,
+    td: TensorDictBase,
+    after: TensorDictBase,
+    off: bool,
+) -> Iterator[str]:
+    """Yields what the comparison of stored and current distribution parameters shows."""
+    for key in loss._program.parameter_keys:
+        stored, current = _leaves(read(td, key)), _leaves(read(after, key))
+        if not stored or len(stored) != len(current):
+            continue
+        same = all(
+            s.shape == c.shape and bool((s == c).all())
+            for s, c in zip(stored, current, strict=True)
+        )
+        if same and off:
+            yield (
+                f"the stored parameters {key!r} equal the current ones, yet the log-probs differ: the "
+                "action or the log-prob entry does not belong to these parameters, or the parameters "
+                "were overwritten by the current policy."
+            )
+
+
+def _leaves(value: object) -> list[Tensor]:
+    """Returns the tensors of an entry."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, TensorDictBase) and is_tensor_collection(value):
+        return [v for v in value.values(True, True) if isinstance(v, Tensor)]
+    return []

@@ -1,0 +1,189 @@
+"""The other parts of a loss: value term, entropy term, advantage standardisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composite_losses import functional as F
+from composite_losses.errors import ConfigError, MissingKeyError
+from composite_losses.heads import HeadPlan
+from composite_losses.losses.surrogates import scalar
+
+KINDS = ("l1", "l2", "smooth_l1")
+
+
+class ValueTerm(nn.Module):
+    """The value loss: coeff · error(value, target), with optional PPO value clipping.
+
+    Args:
+        kind: ``"l1"``, ``"l2"`` or ``"smooth_l1"``.
+        coeff: coefficient of the term.
+        clip: largest change of the value from the stored one, in the value's units; the worse of
+            both errors counts (Engstrom et al. 2020).
+
+    Raises:
+        ConfigError: an unknown kind, or a clip that is not a number.
+    """
+
+    coeff: Tensor
+    clip: Tensor | None
+
+    def __init__(
+        self, kind: str = "smooth_l1", *, coeff: float = 1.0, clip: float | None = None
+    ) -> None:
+        """Validates the options and registers them as buffers."""
+        super().__init__()
+        if kind not in KINDS:
+            raise ConfigError(f"kind of value loss: expected one of {KINDS}, found {kind!r}.")
+        self.kind = kind
+        self.register_buffer("coeff", scalar("critic_coeff", coeff).clone())
+        self.register_buffer("clip", None if clip is None else scalar("clip_value", clip).clone())
+
+    def forward(
+        self, value: Tensor, target: Tensor, old_value: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns (coeff · error, where it was clipped or None), in the value's shape."""
+        if self.clip is None or old_value is None:
+            return self.coeff * F.value_error(value, target, self.kind), None
+        error, clipped = F.clipped_value_error(value, old_value, target, self.clip, self.kind)
+        return self.coeff * error, clipped
+
+
+class EntropyTerm(nn.Module):
+    """The entropy bonus: −Σ coeff_h · H_h.
+
+    Args:
+        coeff: one number for all heads, or a mapping that names every head by its name, its action
+            key, ``<action>_log_prob`` or ``<action>_entropy``.
+        samples: samples where an entropy (or KL) has no formula.
+
+    Raises:
+        KeyError: the mapping does not name every head, or names one that is not there.
+    """
+
+    coeff: Tensor
+
+    def __init__(
+        self, coeff: float | Tensor | Mapping[Any, float] = 0.01, *, samples: int = 1
+    ) -> None:
+        """Registers the coefficient as a buffer."""
+        super().__init__()
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+            raise ConfigError(f"samples: expected a positive integer, found {samples!r}.")
+        self.samples = samples
+        self._by_head = dict(coeff) if isinstance(coeff, Mapping) else None
+        if isinstance(coeff, Mapping):
+            for key, value in coeff.items():
+                scalar(f"entropy_coeff[{key!r}]", value)
+            initial = torch.zeros(())
+        else:
+            initial = scalar("entropy_coeff", coeff).clone()
+        self.register_buffer("coeff", initial)
+        self._checked = -1
+        self._off = False
+        self._look()
+
+    def bind(self, plan: HeadPlan) -> None:
+        """Turns a mapping by head into one buffer element per head."""
+        if self._by_head is None or self.coeff.ndim == 1:
+            return
+        values: dict[int, float] = {}
+        for key, value in self._by_head.items():
+            position = plan.index(key)
+            if position is None:
+                raise MissingKeyError(
+                    f"entropy_coeff: unknown head {key!r}; the heads are "
+                    f"{', '.join(map(repr, plan.names))}."
+                )
+            values[position] = float(value)
+        missing = [name for i, name in enumerate(plan.names) if i not in values]
+        if missing:
+            raise MissingKeyError(
+                f"Missing entropy coeff for head {', '.join(map(repr, missing))}: the mapping must "
+                f"name every head ({', '.join(map(repr, plan.names))})."
+            )
+        ordered = [values[i] for i in range(len(plan.names))]
+        self.coeff = torch.tensor(ordered, device=self.coeff.device, dtype=self.coeff.dtype)
+        self._checked = -1
+        self._look()
+
+    def _look(self) -> None:
+        """Reads the coefficient back if it was written since the last look."""
+        if self.coeff.device.type != "meta" and self.coeff._version != self._checked:
+            self._off = not bool(self.coeff.any())
+            self._checked = self.coeff._version
+
+    @property
+    def off(self) -> bool:
+        """Whether every coefficient is 0, so that the entropy is only a metric.
+
+        The buffer is read back when it was written since the last look, not at every call.
+        """
+        if not torch.compiler.is_compiling():
+            self._look()
+        return self._off
+
+    def forward(self, entropy: Tensor, active: Tensor | None) -> Tensor:
+        """Returns the loss −Σ coeff_h H_h of ``entropy [*S, H]``, ``[*S]``."""
+        return -F.entropy_sum(entropy, self.coeff, active)
+
+
+class AdvantageNorm(nn.Module):
+    """Standardised advantage (A − mean) / max(std, 1e-6) over the valid entries.
+
+    Args:
+        per_agent: separate statistics per dim of ``S`` beyond the root batch (per agent).
+        exclude_dims: further dims of the advantage ``[*S, 1]`` that keep separate statistics.
+    """
+
+    def __init__(self, *, per_agent: bool = False, exclude_dims: tuple[int, ...] = ()) -> None:
+        """Keeps the options."""
+        super().__init__()
+        self.per_agent = per_agent
+        self.exclude_dims = tuple(exclude_dims)
+
+    def forward(
+        self,
+        advantage: Tensor,
+        mask: Tensor | None,
+        *,
+        root_ndim: int,
+        fresh_target: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the standardised advantage ``[*S, 1]``; 0 where masked."""
+        kept = self.exclude_dims
+        if self.per_agent:
+            named = {dim % advantage.ndim for dim in kept}
+            kept = (*kept, *(d for d in range(root_ndim, advantage.ndim - 1) if d not in named))
+        return F.standardise(advantage, mask, keep_dims=kept)
+
+
+class AdvantageScale(nn.Module):
+    """Advantage divided by the running scale of the value targets.
+
+    Args:
+        norm: a TorchRL ``ValueNorm``, updated in training mode with the valid value targets that the
+            loss itself has just computed.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        """Keeps the normaliser as a submodule."""
+        super().__init__()
+        self.norm = norm
+
+    def forward(
+        self,
+        advantage: Tensor,
+        mask: Tensor | None,
+        *,
+        root_ndim: int,
+        fresh_target: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the scaled advantage ``[*S, 1]``."""
+        if fresh_target is not None and self.training:
+            self.norm.update(fresh_target.detach())  # type: ignore[operator]
+        return advantage / self.norm.scale()  # type: ignore[operator]

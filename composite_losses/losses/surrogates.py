@@ -1,0 +1,367 @@
+"""Surrogate parts: the policy objective of a loss, with the options it owns.
+
+A surrogate is a module whose ``forward(samples)`` returns the objective to maximise, ``[*S]``. Its
+coefficients are buffers: they follow ``.to()``, live in the ``state_dict``, can be scheduled in place
+and do not recompile a compiled loss.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from composite_losses import functional as F
+from composite_losses.errors import ConfigError
+from composite_losses.heads import HeadPlan
+from composite_losses.losses.samples import Samples
+
+GEOMETRIES = ("joint", "per_head", "leafwise", "mixed")
+Eps = float | Tensor | tuple[float, float]
+
+
+def scalar(name: str, value: Any) -> Tensor:
+    """Returns a number or a one-element tensor as a 0-dim tensor.
+
+    Raises:
+        ValueError: anything else, booleans included.
+    """
+    is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, Tensor) and value.numel() != 1):
+        raise ConfigError(f"{name} must be a float or a scalar tensor, got {value}.")
+    return torch.as_tensor(
+        value, dtype=None if isinstance(value, Tensor) else torch.float32
+    ).reshape(())
+
+
+def head_position(plan: HeadPlan, key: Any, what: str) -> int:
+    """Returns the position of the head that ``key`` names.
+
+    Raises:
+        ConfigError: the actor has no such head.
+    """
+    position = plan.index(key)
+    if position is None:
+        raise ConfigError(
+            f"{what}: unknown head {key!r}; the heads are {', '.join(map(repr, plan.names))}."
+        )
+    return position
+
+
+class Surrogate(nn.Module, abc.ABC):
+    """The policy objective of a loss.
+
+    Attributes:
+        uses_ratio: whether the behaviour log-prob is read.
+        uses_heads: whether a log-prob per head is needed, so that a joint one does not serve.
+        uses_kl: whether KL(old ‖ new) is computed from stored parameters.
+    """
+
+    uses_ratio: bool = True
+    uses_heads: bool = False
+    uses_kl: bool = False
+
+    def bind(self, plan: HeadPlan) -> None:
+        """Resolves options given per head against the actor's heads."""
+
+    @abc.abstractmethod
+    def forward(self, samples: Samples) -> Tensor:
+        """Returns the objective to maximise, ``[*S]``; the gradient goes to the current log-prob."""
+
+    def clip_fraction(self, samples: Samples) -> Tensor:
+        """Returns the fraction of valid ratios that the surrogate clips, 0-dim; none here."""
+        return samples.log_prob.new_zeros(())
+
+    def head_clip_fraction(self, samples: Samples) -> Tensor:
+        """Returns, per head, the fraction of its valid ratios beyond its clip bounds, ``[H]``."""
+        return samples.log_prob.new_zeros(samples.log_prob.shape[-1])
+
+    def reports(self, samples: Samples) -> dict[str, Tensor]:
+        """Returns additional 0-dim outputs of this surrogate."""
+        return {}
+
+    @property
+    def report_keys(self) -> tuple[str, ...]:
+        """Names of the additional outputs."""
+        return ()
+
+
+class Ratio(Surrogate):
+    """The unclipped importance-weighted objective r·A (Schulman et al. 2017, eq. 6)."""
+
+    def forward(self, samples: Samples) -> Tensor:
+        """Returns Π r_h · A, ``[*S]``."""
+        return F.unclipped(
+            samples.joint_log_ratio, samples.advantage, log_correction=samples.joint_correction
+        )
+
+
+class Score(Surrogate):
+    """The score-function objective log π(a)·A (Williams 1992): no behaviour log-prob is read."""
+
+    uses_ratio = False
+
+    def forward(self, samples: Samples) -> Tensor:
+        """Returns Σ log π_h(a_h) · A, ``[*S]``."""
+        return F.score(samples.log_prob.sum(-1), samples.advantage)
+
+
+class Clip(Surrogate):
+    """The clipped objective (Schulman et al. 2017, eq. 7), in four geometries for several heads.
+
+    With P(r, A) = min(r A, clip(r) A):
+
+    * ``"joint"``: P(Π r_h, A); the product is clipped.
+    * ``"per_head"``: Σ w_h P(r_h, A_h); every head has its own clip.
+    * ``"leafwise"``: min(Π r_h A, Π clip(r_h) A); every ratio is clamped, then multiplied.
+    * ``"mixed"``: mix · joint + (1 − mix) · per_head.
+
+    Args:
+        eps: clip range: a number, a pair (low, high) for [1−low, 1+high], or (``per_head`` and
+            ``leafwise``) a mapping head → number or pair, 0.2 for heads it does not name.
+        ratio: the geometry.
+        mix: weight of the joint term in ``"mixed"``, in [0, 1].
+        dual_clip: c > 1 bounds the objective by c·A where A < 0 (Ye et al. 2020).
+        head_weights: mapping head → w_h for ``per_head`` and ``mixed``, 1 for heads it does not name.
+
+    Raises:
+        ConfigError: an option out of its range, or one that the geometry does not use.
+    """
+
+    eps_low: Tensor
+    eps_high: Tensor
+    mix: Tensor
+    dual_clip: Tensor | None
+    head_weights: Tensor | None
+
+    def __init__(
+        self,
+        eps: Eps | Mapping[Any, Eps] = 0.2,
+        *,
+        ratio: str = "joint",
+        mix: float = 0.5,
+        dual_clip: float | None = None,
+        head_weights: Mapping[Any, float] | None = None,
+    ) -> None:
+        """Validates the options and registers them as buffers."""
+        super().__init__()
+        if ratio not in GEOMETRIES:
+            raise ConfigError(f"ratio: expected one of {GEOMETRIES}, found {ratio!r}.")
+        self.ratio = ratio
+        self.uses_heads = ratio != "joint"
+        self.asymmetric = isinstance(eps, (tuple, list))
+        self._eps_by_head = dict(eps) if isinstance(eps, Mapping) else None
+        if self._eps_by_head is not None and ratio not in ("per_head", "leafwise"):
+            raise ConfigError(
+                f"eps: a mapping by head needs ratio='per_head' or 'leafwise', found {ratio!r}."
+            )
+        first: Any = 0.2 if isinstance(eps, Mapping) else eps
+        low, high = eps_pair(first)
+        for value in (self._eps_by_head or {}).values():
+            eps_pair(value)
+        mix_value = float(scalar("mix", mix))
+        if not 0.0 <= mix_value <= 1.0:
+            raise ConfigError(f"mix: expected a number in [0, 1], found {mix}.")
+        if dual_clip is not None and not float(scalar("dual_clip", dual_clip)) > 1.0:
+            raise ConfigError(f"dual_clip: expected a number > 1, found {dual_clip}.")
+        self._weights_by_head = None if head_weights is None else dict(head_weights)
+        if self._weights_by_head is not None and ratio not in ("per_head", "mixed"):
+            raise ConfigError(f"head_weights: needs ratio='per_head' or 'mixed', found {ratio!r}.")
+        self.register_buffer("eps_low", low)
+        self.register_buffer("eps_high", high)
+        self.register_buffer("mix", torch.tensor(mix_value))
+        self.register_buffer(
+            "dual_clip", None if dual_clip is None else torch.tensor(float(dual_clip))
+        )
+        self.register_buffer("head_weights", None)
+
+    def bind(self, plan: HeadPlan) -> None:
+        """Turns mappings by head into one buffer element per head."""
+        n = len(plan.heads)
+        device = self.eps_low.device
+        if self._eps_by_head is not None and self.eps_low.ndim == 0:
+            low, high = self.eps_low.expand(n).clone(), self.eps_high.expand(n).clone()
+            for key, value in self._eps_by_head.items():
+                position = head_position(plan, key, "eps")
+                low[position], high[position] = eps_pair(value)
+            self.eps_low, self.eps_high = low, high
+        if self._weights_by_head is not None and self.head_weights is None:
+            weights = torch.ones(n, device=device)
+            for key, weight in self._weights_by_head.items():
+                weights[head_position(plan, key, "head_weights")] = float(weight)
+            self.head_weights = weights
+
+    def forward(self, samples: Samples) -> Tensor:
+        """Returns the clipped objective, ``[*S]``."""
+        if self.ratio == "joint":
+            return self._joint(samples)
+        if self.ratio == "per_head":
+            return self._per_head(samples)
+        if self.ratio == "leafwise":
+            return F.leafwise(
+                cast(Tensor, samples.log_ratio),
+                samples.advantage,
+                self.eps_low,
+                self.eps_high,
+                dual_clip=self.dual_clip,
+                log_correction=samples.joint_correction,
+            )
+        return self.mix * self._joint(samples) + (1 - self.mix) * self._per_head(samples)
+
+    def _joint(self, samples: Samples) -> Tensor:
+        """Returns P of the product of the ratios."""
+        return F.clipped(
+            samples.joint_log_ratio,
+            samples.advantage,
+            self.eps_low,
+            self.eps_high,
+            dual_clip=self.dual_clip,
+            log_correction=samples.joint_correction,
+        )
+
+    def _per_head(self, samples: Samples) -> Tensor:
+        """Returns the weighted sum of P of every head's ratio."""
+        return F.per_head(
+            cast(Tensor, samples.log_ratio),
+            samples.advantage,
+            self.eps_low,
+            self.eps_high,
+            weights=self.head_weights,
+            active=samples.active,
+            dual_clip=self.dual_clip,
+            log_correction=samples.head_correction,
+        )
+
+    def clip_fraction(self, samples: Samples) -> Tensor:
+        """Returns the fraction of valid ratios that are clipped: of (row, head) pairs per head."""
+        log_ratio = cast(Tensor, samples.log_ratio).detach()
+        if self.ratio == "per_head":
+            return F.clip_fraction(log_ratio, self.eps_low, self.eps_high, samples.valid_heads)
+        if self.ratio == "leafwise":
+            clipped = (F.clip_log_ratio(log_ratio, self.eps_low, self.eps_high) != log_ratio).any(
+                -1
+            )
+            return F.masked_mean(clipped.to(log_ratio.dtype), samples.mask)
+        joint = samples.joint_log_ratio.detach()
+        return F.clip_fraction(joint, self.eps_low, self.eps_high, samples.mask)
+
+    def head_clip_fraction(self, samples: Samples) -> Tensor:
+        """Returns, per head, the fraction of its valid ratios beyond its clip bounds, ``[H]``."""
+        log_ratio = cast(Tensor, samples.log_ratio).detach()
+        clipped = F.clip_log_ratio(log_ratio, self.eps_low, self.eps_high) != log_ratio
+        return head_means(clipped.to(log_ratio.dtype), samples.valid_heads)
+
+
+class KLPenalty(Surrogate):
+    """r·A − β KL(old ‖ new) with an adapted β (Schulman et al. 2017, section 4).
+
+    β acts, and is reported, before its adaptation: β ← β·increment where the mean KL exceeds
+    1.5·target, β·decrement where it is below target/1.5; in training mode only, and only where a row
+    counts. KL is in nats.
+
+    Args:
+        beta: initial penalty coefficient.
+        target: KL to aim for, in nats.
+        increment: factor ≥ 1.
+        decrement: factor ≤ 1.
+
+    Raises:
+        ConfigError: a factor on the wrong side of 1.
+    """
+
+    uses_kl = True
+    # samples where the KL has no formula; None takes the entropy term's
+    samples: int | None = None
+    beta: Tensor
+    target: Tensor
+    increment: Tensor
+    decrement: Tensor
+
+    def __init__(
+        self,
+        beta: float = 1.0,
+        *,
+        target: float = 0.01,
+        increment: float = 2.0,
+        decrement: float = 0.5,
+    ) -> None:
+        """Validates the options and registers them as buffers."""
+        super().__init__()
+        if increment < 1.0:
+            raise ConfigError(f"increment should be >= 1.0 in KLPENPPOLoss, got {increment:4.4f}")
+        if decrement > 1.0:
+            raise ConfigError(f"decrement should be <= 1.0 in KLPENPPOLoss, got {decrement:4.4f}")
+        self.initial_beta = float(beta)
+        for name, value in (
+            ("beta", beta),
+            ("target", target),
+            ("increment", increment),
+            ("decrement", decrement),
+        ):
+            self.register_buffer(name, scalar(name, value).clone())
+
+    def forward(self, samples: Samples) -> Tensor:
+        """Returns Π r_h · A − β Σ KL_h, ``[*S]``."""
+        objective = F.unclipped(
+            samples.joint_log_ratio, samples.advantage, log_correction=samples.joint_correction
+        )
+        # a copy: the adaptation may change β before the backward pass has read it
+        return objective - self.beta.clone() * cast(Tensor, samples.kl)
+
+    def reports(self, samples: Samples) -> dict[str, Tensor]:
+        """Returns ``kl`` and ``beta`` as they acted, then adapts β in training mode."""
+        kl = F.masked_mean(cast(Tensor, samples.kl).detach(), samples.mask)
+        beta = self.beta.clone()
+        if self.training:
+            grown = torch.where(kl > self.target * 1.5, beta * self.increment, beta)
+            adapted = torch.where(kl < self.target / 1.5, beta * self.decrement, grown)
+            if samples.mask is not None:
+                adapted = torch.where(samples.mask.any(), adapted, beta)
+            with torch.no_grad():
+                self.beta.copy_(adapted)
+        return {"kl": kl, "beta": beta}
+
+    @property
+    def report_keys(self) -> tuple[str, ...]:
+        """Names of the additional outputs."""
+        return ("kl", "beta")
+
+    def reset(self) -> None:
+        """Sets β back to its initial value."""
+        with torch.no_grad():
+            self.beta.fill_(self.initial_beta)
+
+
+def eps_pair(eps: Any) -> tuple[Tensor, Tensor]:
+    """Returns the clip range as (low, high) tensors.
+
+    Raises:
+        ConfigError: a pair of another length, negative, or with low ≥ 1; a negative number.
+    """
+    if isinstance(eps, (tuple, list)):
+        if len(eps) != 2:
+            raise ConfigError(f"clip epsilon: expected a pair of length 2 (low, high), got {eps}.")
+        low, high = scalar("clip epsilon", eps[0]).clone(), scalar("clip epsilon", eps[1]).clone()
+        if float(low) < 0 or float(high) < 0:
+            raise ConfigError(f"clip epsilon: both bounds must be non-negative, got {eps}.")
+        if float(low) >= 1:
+            raise ConfigError(f"clip epsilon: the lower one must be < 1, got {eps}.")
+        return low, high
+    value = scalar("clip epsilon", eps)
+    if float(value) < 0:
+        raise ConfigError(f"clip epsilon: must be non-negative, got {eps}.")
+    return value.clone(), value.clone()
+
+
+def head_means(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Returns the mean of ``x [*S, H]`` over the valid rows of every head, ``[H]``; 0 where none is."""
+    dims = list(range(x.ndim - 1))
+    if valid is None:
+        return x.mean(dims) if dims else x
+    total = F.fill(x, valid).sum(dims) if dims else F.fill(x, valid)
+    count = valid.sum(dims) if dims else valid.long()
+    return total / count.clamp_min(1)
