@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -17,7 +18,7 @@ Histories = Mapping[str, Sequence[History]]
 WINDOW = 5
 """Iterations that a figure in the table or a point of a curve is averaged over."""
 
-STYLES = {
+STYLES: dict[str, dict[str, Any]] = {
     JOINT: {"color": "tab:blue", "linewidth": 4.0, "alpha": 0.45},
     TORCHRL: {"color": "black", "linewidth": 1.5, "linestyle": "--"},
     PER_HEAD: {"color": "tab:orange", "linewidth": 2.0},

@@ -46,7 +46,7 @@ class Settings:
     """
 
     seeds: tuple[int, ...] = (0,)
-    iterations: int = 100
+    iterations: int = 80
     envs: int = 400
     steps: int = 25
     epochs: int = 4

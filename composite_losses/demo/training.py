@@ -108,7 +108,7 @@ def train(label: str, make_loss: MakeLoss, seed: int, settings: Settings) -> His
     optimiser = torch.optim.Adam(loss.parameters(), lr=settings.learning_rate)
 
     history = History()
-    with tqdm(range(settings.iterations), desc=f"{label:20}", unit="it") as bar:
+    with tqdm(range(settings.iterations), desc=f"{label:26}", unit="it") as bar:
         for _ in bar:
             with torch.no_grad():
                 data = env.rollout(settings.steps, policy, break_when_any_done=False)

@@ -150,9 +150,9 @@ class Step:
             }
             return None if any(value is None for value in values.values()) else values
         node = read(td, as_key((*path(self.in_keys[0]), *component.where)))
-        if not is_tensor_collection(node) or node.is_empty():
+        if not isinstance(node, TensorDictBase) or node.is_empty():
             return None
-        return dict(cast(TensorDictBase, node).items())
+        return dict(node.items())
 
     def terms(self, td: TensorDictBase, only: NestedKey | None = None) -> Found:
         """Returns the terms of the heads (or of one) from the parameters in ``td``.
@@ -182,7 +182,7 @@ class Step:
     def _distribution(self, td: TensorDictBase) -> Distribution:
         """Returns the distribution of a module whose class only a call reveals."""
         if self.custom:
-            return self.module.get_dist(td)
+            return cast(Distribution, self.module.get_dist(td))
         values = {
             n: promoted(read(td, k)) for n, k in zip(self.dist_keys, self.in_keys, strict=True)
         }

@@ -10,7 +10,7 @@ from composite_losses.heads.terms import Terms
 
 
 class CategoricalTerms(Terms):
-    """Categorical terms from logits ``[*batch, n]``; forbidden entries have no weight and no gradient."""
+    """Categorical terms from logits ``[*batch, n]``; forbidden ones weigh nothing."""
 
     def __init__(
         self,
@@ -105,12 +105,12 @@ class ElementwiseTerms(Terms):
 
     def _peer(self, other: Terms) -> tuple[Tensor, ...]:
         """Returns the parameters of the other policy, which must be of the same family."""
-        if type(other) is not type(self):
+        if not isinstance(other, type(self)):
             raise TypeError(
                 f"KL needs two policies of one family, found {type(self).__name__} and "
                 f"{type(other).__name__}"
             )
-        return other.parameters  # type: ignore[attr-defined]
+        return other.parameters
 
 
 class NormalTerms(ElementwiseTerms):
@@ -118,7 +118,8 @@ class NormalTerms(ElementwiseTerms):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns the Gaussian log-density."""
-        return self._sum(formula.normal_log_prob(*self.parameters, action))
+        loc, scale = self.parameters
+        return self._sum(formula.normal_log_prob(loc, scale, action))
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Returns ½ log(2πe σ²), summed."""
@@ -132,7 +133,7 @@ class NormalTerms(ElementwiseTerms):
         """Returns where the action is finite."""
         return self._all(action.isfinite())
 
-    def neutral(self) -> float:
+    def neutral(self) -> Tensor | float:
         """Returns 0."""
         return 0.0
 
@@ -220,8 +221,9 @@ class BetaTerms(ElementwiseTerms):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns the log-density; finite at 0 and 1, where the clamp cuts the gradient."""
+        alpha, beta = self.parameters
         eps = torch.finfo(action.dtype).eps
-        return self._sum(formula.beta_log_prob(*self.parameters, action.clamp(eps, 1 - eps)))
+        return self._sum(formula.beta_log_prob(alpha, beta, action.clamp(eps, 1 - eps)))
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Returns the differential entropy, summed."""
@@ -250,7 +252,8 @@ class GammaTerms(ElementwiseTerms):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns the log-density."""
-        return self._sum(formula.gamma_log_prob(*self.parameters, action))
+        concentration, rate = self.parameters
+        return self._sum(formula.gamma_log_prob(concentration, rate, action))
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Returns the differential entropy, summed."""
@@ -283,8 +286,9 @@ class DirichletTerms(ElementwiseTerms):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns the log-density on the simplex; finite at its border."""
+        (concentration,) = self.parameters
         eps = torch.finfo(action.dtype).eps
-        return self._outer(formula.dirichlet_log_prob(*self.parameters, action.clamp(min=eps)))
+        return self._outer(formula.dirichlet_log_prob(concentration, action.clamp(min=eps)))
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Returns the differential entropy."""

@@ -76,7 +76,7 @@ def holder_batch(td: TensorDictBase, key: NestedKey) -> torch.Size:
     """Returns the batch size of the TensorDict that holds the entry ``key``."""
     parent = path(key)[:-1]
     node = read(td, as_key(parent)) if parent else td
-    return node.batch_size if isinstance(node, TensorDictBase) else td.batch_size
+    return torch.Size(node.batch_size if isinstance(node, TensorDictBase) else td.batch_size)
 
 
 def listing(td: TensorDictBase) -> str:

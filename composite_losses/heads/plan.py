@@ -191,7 +191,7 @@ def _user_log_probs(
             f"head ({', '.join(map(repr, actions))}), found {len(listed)}."
         )
     order = list(range(n))
-    declared = [slot.log_probs[:1] + (suffixed(slot.action, "_log_prob"),) for slot in slots]
+    declared = [(*slot.log_probs[:1], suffixed(slot.action, "_log_prob")) for slot in slots]
     owners = [next((i for i in range(n) if key in declared[i]), None) for key in listed]
     if sorted(o for o in owners if o is not None) == list(range(n)):
         order = [o for o in owners if o is not None]

@@ -102,7 +102,7 @@ def dirichlet(concentration: Tensor, *, validate_args: bool | None = None) -> Te
     return DirichletTerms(concentration, event_ndim=1)
 
 
-def independent(distribution: d.Independent) -> Terms | None:
+def independent(distribution: Any) -> Terms | None:
     """Builds the terms of an ``Independent`` whose base is an elementwise family."""
     base = from_distribution(distribution.base_dist)
     extra = distribution.reinterpreted_batch_ndims
@@ -125,18 +125,17 @@ FAMILIES.update(
         d.Dirichlet: dirichlet,
     }
 )
-INSTANCES.update(
-    {
-        d.Categorical: lambda x: CategoricalTerms(x.logits),
-        d.OneHotCategorical: lambda x: CategoricalTerms(x.logits, one_hot=True),
-        d.Normal: lambda x: NormalTerms(x.loc, x.scale),
-        d.Bernoulli: lambda x: BernoulliTerms(x.logits),
-        d.Beta: lambda x: BetaTerms(x.concentration1, x.concentration0),
-        d.Gamma: lambda x: GammaTerms(x.concentration, x.rate),
-        d.Dirichlet: lambda x: DirichletTerms(x.concentration, event_ndim=1),
-        d.Independent: independent,
-    }
-)
+_OBJECTS: dict[Any, Callable[[Any], Terms | None]] = {
+    d.Categorical: lambda x: CategoricalTerms(x.logits),
+    d.OneHotCategorical: lambda x: CategoricalTerms(x.logits, one_hot=True),
+    d.Normal: lambda x: NormalTerms(x.loc, x.scale),
+    d.Bernoulli: lambda x: BernoulliTerms(x.logits),
+    d.Beta: lambda x: BetaTerms(x.concentration1, x.concentration0),
+    d.Gamma: lambda x: GammaTerms(x.concentration, x.rate),
+    d.Dirichlet: lambda x: DirichletTerms(x.concentration, event_ndim=1),
+    d.Independent: independent,
+}
+INSTANCES.update(_OBJECTS)
 
 
 def from_distribution(distribution: d.Distribution) -> Terms:

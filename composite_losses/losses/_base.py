@@ -19,10 +19,9 @@ from composite_losses import functional as F
 from composite_losses.errors import ConfigError, MissingKeyError, ShapeError
 from composite_losses.heads import ActorProgram, Terms
 from composite_losses.heads.chain import check_source
-from composite_losses.heads.keys import as_key, listing, path, read
+from composite_losses.heads.keys import as_key, key_list, listing, path, read
 from composite_losses.heads.shapes import shown, sum_event
 from composite_losses.losses import _frame, _metrics
-from composite_losses.losses._checks import check_behaviour, check_policy
 from composite_losses.losses._frame import Frame
 from composite_losses.losses._inspect import Inspection
 from composite_losses.losses._keys import AcceptedKeys, Keys
@@ -94,7 +93,7 @@ class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
         self._columns = dict(heads) if heads is not None else None
         self._user_keys = {}
         self._selected_in_keys = None
-        self._selected_out_keys = None
+        self._selected_out_keys: list[Any] | None = None
         self._register_networks(actor_network, critic_network)
         self._program = ActorProgram(actor_network)
         self._random_modules = [
@@ -220,7 +219,6 @@ class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
             self._plan,
             advantage,
             advantage_key=self.tensor_keys.advantage,
-            log_prob_keys=[head.log_probs[0] for head in self._plan.heads],
         )
         mask = _frame.find_mask(td, sample, *self._mask_keys())
         active = {
@@ -235,7 +233,7 @@ class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
             return
         keys = self._network_keys()
         if for_advantage and self.critic_network is not None:
-            keys += [as_key(("next", *path(k))) for k in self.critic_network.in_keys]
+            keys += [as_key(("next", *path(k))) for k in key_list(self.critic_network.in_keys)]
         _frame.neutralise(
             td,
             keys,

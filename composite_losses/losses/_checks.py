@@ -1,4 +1,4 @@
-"""Checks that look at values: ``validate=True``. They wait for the device, the hot path does not."""
+"""Checks that look at values, for ``validate=True``: they wait for the device."""
 
 from __future__ import annotations
 
@@ -12,41 +12,54 @@ from composite_losses.losses._frame import Frame
 def _count(bad: Tensor, mask: Tensor | None) -> int:
     """Returns the number of bad rows that count."""
     if mask is not None:
-        n = mask.ndim
-        bad = (bad.flatten(n).any(-1) if bad.ndim > n else bad) & mask
+        bad = (bad.flatten(mask.ndim).any(-1) if bad.ndim > mask.ndim else bad) & mask
     return int(bad.sum())
 
 
-def check_policy(
+def _head_mask(frame: Frame, active: Tensor | None, position: int) -> Tensor | None:
+    """Returns where both the row and the head count."""
+    mask = frame.head_mask(position)
+    if active is None:
+        return mask
+    return active[..., position] if mask is None else mask & active[..., position]
+
+
+def check_actions(
     plan: HeadPlan,
     frame: Frame,
     terms: list[Terms],
     actions: list[Tensor],
-    current: list[Tensor],
     active: Tensor | None,
 ) -> None:
-    """Raises unless every action lies in its head's support and has a finite current log-prob.
+    """Raises unless every action that counts lies in its head's support.
 
     Raises:
         ConfigError: an action outside the support or range, or forbidden by its action mask.
-        NonFiniteError: a current log-prob that is NaN or infinite.
     """
     for i, head in enumerate(plan.heads):
-        mask = frame.head_mask(i)
-        if active is not None:
-            mask = active[..., i] if mask is None else mask & active[..., i]
-        outside = _count(~terms[i].contains(actions[i]), mask)
+        outside = _count(~terms[i].contains(actions[i]), _head_mask(frame, active, i))
         if outside:
             raise ConfigError(
-                f"head {head.name!r}: {outside} stored action(s) under {head.action!r} lie outside the "
-                "distribution's support or are forbidden by its action mask. Store the action that "
-                "was sampled, not the one the environment clipped, together with its mask."
+                f"head {head.name!r}: {outside} stored action(s) under {head.action!r} lie outside "
+                "the distribution's support or are forbidden by its action mask. Store the action "
+                "that was sampled, not the one the environment clipped, together with its mask."
             )
-        broken = _count(~current[i].isfinite(), mask)
+
+
+def check_policy(
+    plan: HeadPlan, frame: Frame, current: list[Tensor], active: Tensor | None
+) -> None:
+    """Raises unless every action that counts has a finite current log-prob.
+
+    Raises:
+        NonFiniteError: names the head and the number of rows.
+    """
+    for i, head in enumerate(plan.heads):
+        broken = _count(~current[i].isfinite(), _head_mask(frame, active, i))
         if broken:
             raise NonFiniteError(
-                f"head {head.name!r}: the current log-prob is not finite in {broken} row(s): the actor "
-                "gives NaN or infinite distribution parameters there."
+                f"head {head.name!r}: the current log-prob is not finite in {broken} row(s): the "
+                "actor gives NaN or infinite distribution parameters there."
             )
 
 

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError
+from composite_losses.losses._torchrl import Mixin
 from composite_losses.losses.parts import AdvantageNorm, AdvantageScale, EntropyTerm, ValueTerm
 from composite_losses.losses.surrogates import Surrogate, scalar
-
-if TYPE_CHECKING:
-    from composite_losses.losses._base import BaseLoss as _Host
-else:
-    _Host = object
 
 # older spellings that clients still pass
 ALIASES = {
@@ -129,7 +125,7 @@ def assign(part: nn.Module, name: str, value: Any) -> None:
         buffer.copy_(torch.as_tensor(value, dtype=buffer.dtype, device=buffer.device))
 
 
-class Door(_Host):
+class Door(Mixin):
     """Mixin of a loss: TorchRL's constructor keywords and attributes.
 
     A loss declares ``options`` (name → default) and builds its surrogate from them.
@@ -141,7 +137,7 @@ class Door(_Host):
         """Shows the declared options in the constructor's signature."""
         super().__init_subclass__(**kwargs)
         kind = inspect.Parameter
-        cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        cls.__signature__ = inspect.Signature(
             [
                 kind("actor_network", kind.POSITIONAL_OR_KEYWORD, default=None),
                 kind("critic_network", kind.POSITIONAL_OR_KEYWORD, default=None),

@@ -48,44 +48,54 @@ def sample_shape(
     advantage: Tensor | TensorDictBase | None,
     *,
     advantage_key: NestedKey,
-    log_prob_keys: Iterable[NestedKey],
 ) -> torch.Size:
     """Returns the sample shape: the advantage's without its last dim, else the actions' batch size.
 
     Raises:
         ShapeError: the advantage's last dim is not 1, or its shape is not that of the actions' batch.
     """
-    holder = max((holder_batch(td, head.action) for head in plan.heads), key=len)
+    holder = td.batch_size
+    for head in plan.heads:
+        batch = holder_batch(td, head.action)
+        if len(batch) > len(holder):
+            holder = batch
     if advantage is None:
-        return holder
+        return torch.Size(holder)
     leaves = (
         [advantage]
         if isinstance(advantage, Tensor)
         else list(advantage.values(include_nested=True, leaves_only=True))
     )
     shape = leaves[0].shape
-    stored = ", ".join(map(repr, log_prob_keys))
     for leaf in leaves:
         if leaf.ndim == 0 or leaf.shape[-1] != 1 or leaf.shape != shape:
             raise ShapeError(
                 f"advantage {advantage_key!r}: expected shape [*S, 1] with one value per sample, "
-                f"found {shown(leaf.shape)}; against the log-probs ({stored}) it would broadcast to "
-                "an outer product over samples. Give it its last dim: advantage.unsqueeze(-1)."
+                f"found {shown(leaf.shape)}; against the log-probs ({_log_probs(plan)}) it would "
+                "broadcast to an outer product over samples. Give it its last dim: "
+                "advantage.unsqueeze(-1)."
             )
     sample = shape[:-1]
     root = td.batch_size
     if len(sample) < len(root) and shape != root:
         raise ShapeError(
-            f"advantage {advantage_key!r}: expected shape {shown((*root, 1))}, found {shown(shape)} "
-            f"(log-probs: {stored}). Give it its last dim: advantage.unsqueeze(-1)."
+            f"advantage {advantage_key!r}: expected shape {shown((*root, 1))}, found "
+            f"{shown(shape)} (log-probs: {_log_probs(plan)}). Give it its last dim: "
+            "advantage.unsqueeze(-1)."
         )
     if len(holder) > len(root) and sample != holder:
         raise ShapeError(
-            f"advantage {advantage_key!r}: expected shape {shown((*holder, 1))}, one value per agent "
-            f"(the actions {plan.heads[0].action!r} and log-probs {stored} have batch shape "
-            f"{shown(holder)}), found {shown(shape)}. Expand a shared advantage over the agents."
+            f"advantage {advantage_key!r}: expected shape {shown((*holder, 1))}, one value per "
+            f"agent (the actions {plan.heads[0].action!r} and log-probs {_log_probs(plan)} have "
+            f"batch shape {shown(holder)}), found {shown(shape)}. Expand a shared advantage over "
+            "the agents."
         )
     return sample
+
+
+def _log_probs(plan: HeadPlan) -> str:
+    """Returns the heads' first log-prob keys, for a message."""
+    return ", ".join(repr(head.log_probs[0]) for head in plan.heads)
 
 
 def find_mask(

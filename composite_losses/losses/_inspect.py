@@ -2,48 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from tensordict import TensorDict, TensorDictBase
 
+from composite_losses import functional as F
 from composite_losses.heads import find
 from composite_losses.heads.chain import as_tensordict
-from composite_losses.heads.shapes import fit_action
-from composite_losses.losses._torchrl import loss_context
-
-if TYPE_CHECKING:
-    from composite_losses.losses._base import BaseLoss as _Host
-else:
-    _Host = object
+from composite_losses.losses._torchrl import Mixin, loss_context
 
 
-class Inspection(_Host):
+class Inspection(Mixin):
     """Mixin of a loss: read-only views of what a call would use."""
 
     def log_probs(self, tensordict: TensorDictBase) -> TensorDict:
         """Returns ``{"current": …, "behaviour": …}``: log-probs of the stored actions, in nats.
 
         Both parts are nested like the action keys, in the distributions' batch shapes; nothing is
-        summed. The behaviour part is detached; a joint log-prob stands under ``"sample_log_prob"``.
+        summed, and rows that do not count hold 0. The behaviour part is detached; a joint log-prob stands under ``"sample_log_prob"``.
         """
         self._settle(tensordict)
         with loss_context(self):
             td = tensordict.copy()
+            frame = self._frame(td, self._stored_advantage(td))
+            self._neutralise(td, frame, for_advantage=False)
             terms = self._run_actor(td)
             behaviour = find(
                 self._program, self._plan, tensordict, source=self.source, joint_ok=True
             )
+            actions = self._actions(tensordict, frame, terms)
             current = TensorDict({}, batch_size=tensordict.batch_size)
             for i, (head, term) in enumerate(zip(self._plan.heads, terms, strict=True)):
-                action = fit_action(
-                    self._stored_action(tensordict, i),
-                    term.batch_shape,
-                    term.event_shape,
-                    key=head.action,
-                )
-                value = term.log_prob(action)
-                key = head.slot if head.column is not None else head.action
-                current.set(key, value)
+                value = F.fill(term.log_prob(actions[i]), frame.head_mask(i))
+                current.set(head.slot if head.column is not None else head.action, value)
                 stored = behaviour.stored[i]
                 if stored is not None and stored.shape == (*value.shape, 1):
                     behaviour.stored[i] = stored.squeeze(-1)

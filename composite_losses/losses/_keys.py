@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tensordict import NestedKey
 from torch import nn
@@ -14,15 +14,11 @@ from composite_losses.heads import ActorProgram, HeadPlan, compile_plan
 from composite_losses.heads.keys import as_key, key_list, path
 from composite_losses.losses._torchrl import (
     AUTO_MASK_KEYS,
+    Mixin,
     ValueEstimatorBase,
     ValueEstimators,
     build_value_estimator,
 )
-
-if TYPE_CHECKING:
-    from composite_losses.losses._torchrl import LossModule as _Host
-else:
-    _Host = object
 
 ESTIMATOR_KEYS = ("advantage", "value", "value_target", "reward", "done", "terminated")
 
@@ -57,9 +53,10 @@ class AcceptedKeys:
     head_active: Mapping[Any, NestedKey] | None = None
 
 
-class Keys(_Host):
+class Keys(Mixin):
     """Mixin of a loss: its keys, head plan and value estimator."""
 
+    _tensor_keys: Any
     _program: ActorProgram
     _plan: HeadPlan
     _columns: dict[str, tuple[NestedKey, int]] | None

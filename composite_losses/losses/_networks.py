@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,14 +13,10 @@ from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError
 from composite_losses.heads.keys import as_key, path
-
-if TYPE_CHECKING:
-    from composite_losses.losses._torchrl import LossModule as _Host
-else:
-    _Host = object
+from composite_losses.losses._torchrl import Mixin
 
 
-class Networks(_Host):
+class Networks(Mixin):
     """Mixin of a loss: its networks and their parameters."""
 
     actor_network: nn.Module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
@@ -14,17 +14,13 @@ from composite_losses.heads import Behaviour, Terms, find
 from composite_losses.heads.chain import detached, stored_action
 from composite_losses.heads.keys import read, read_tensor
 from composite_losses.heads.shapes import fit_action, per_sample, shown, sum_event
-from composite_losses.losses._checks import check_behaviour, check_policy
+from composite_losses.losses._checks import check_actions, check_behaviour, check_policy
 from composite_losses.losses._frame import Frame, mask_for
+from composite_losses.losses._torchrl import Mixin
 from composite_losses.losses.samples import Samples
 
-if TYPE_CHECKING:
-    from composite_losses.losses._base import BaseLoss as _Host
-else:
-    _Host = object
 
-
-class PolicySide(_Host):
+class PolicySide(Mixin):
     """Mixin of a loss: from the data to the tensors of the policy terms."""
 
     def _run_actor(self, td: TensorDictBase, params: Any = None) -> list[Terms]:
@@ -79,6 +75,9 @@ class PolicySide(_Host):
     ) -> tuple[Samples, list[Terms]]:
         """Returns the tensors that the surrogate sees."""
         actions = self._actions(original, frame, terms)
+        active = self._active(frame, terms)
+        if self.validate:
+            check_actions(self._plan, frame, terms, actions, active)
         current = [t.log_prob(a) for t, a in zip(terms, actions, strict=True)]
         parameters = self._blended_parameters(original, td, frame)
         behaviour = None
@@ -91,11 +90,10 @@ class PolicySide(_Host):
                 joint_ok=not self.surrogate.uses_heads,
                 parameters=parameters,
             )
-        active = self._active(frame, terms)
         mask = frame.mask if active is None else F.combine_masks(frame.mask, active.any(-1))
         log_prob, old = self._aligned(frame, current, behaviour, actions, active, mask)
         if self.validate:
-            check_policy(self._plan, frame, terms, actions, current, active)
+            check_policy(self._plan, frame, current, active)
             check_behaviour(self._plan, behaviour, old, active, mask)
         samples = Samples(
             log_prob=log_prob,

@@ -18,6 +18,8 @@ from composite_losses.heads.families import CategoricalTerms, NormalTerms, TanhN
 from composite_losses.heads.registry import FAMILIES, INSTANCES, full_scale
 from composite_losses.heads.terms import Terms
 
+# what a mixin of a loss derives from; the loss itself supplies LossModule
+Mixin: Any = object
 AUTO_MASK_KEYS = (("collector", "mask"), "shifted_valid")
 ESTIMATORS = tuple(
     getattr(ValueEstimators, name)
@@ -157,6 +159,7 @@ __all__ = [
     "ESTIMATORS",
     "ExplorationType",
     "LossModule",
+    "Mixin",
     "ValueEstimatorBase",
     "ValueEstimators",
     "build_value_estimator",

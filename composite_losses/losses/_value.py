@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -13,14 +11,10 @@ from composite_losses.errors import GraphError, MissingKeyError, ShapeError
 from composite_losses.heads.keys import listing, read_tensor
 from composite_losses.heads.shapes import shown
 from composite_losses.losses._frame import Frame
-
-if TYPE_CHECKING:
-    from composite_losses.losses._base import BaseLoss as _Host
-else:
-    _Host = object
+from composite_losses.losses._torchrl import Mixin
 
 
-class ValueSide(_Host):
+class ValueSide(Mixin):
     """Mixin of a loss: the value terms."""
 
     def loss_critic(

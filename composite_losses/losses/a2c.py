@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -20,7 +20,13 @@ class A2CLoss(Door, BaseLoss):
     """
 
     label = "A2C"
-    options = {**ENTROPY, **CRITIC_COEFF, **VALUE, "advantage_norm": None, **MECHANICS}
+    options: ClassVar[dict[str, Any]] = {
+        **ENTROPY,
+        **CRITIC_COEFF,
+        **VALUE,
+        "advantage_norm": None,
+        **MECHANICS,
+    }
 
     def _surrogate(self, options: dict[str, Any]) -> Surrogate:
         """Returns the score function."""

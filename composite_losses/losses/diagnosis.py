@@ -97,7 +97,7 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
             parameters=parameters,
         )
         actions = loss._actions(tensordict, frame, terms)
-        current = [t.log_prob(a) for t, a in zip(terms, actions, strict=True)]
+        current = [t.log_prob(_inside(t, a)) for t, a in zip(terms, actions, strict=True)]
         active = loss._active(frame, terms)
         now, old = loss._aligned(frame, current, behaviour, actions, active, frame.mask)
         report = _measured(loss, tensordict, frame, behaviour, now, old, active)
@@ -117,6 +117,13 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
                 "were collected, or another policy collected them."
             )
     return report
+
+
+def _inside(term: Terms, action: Tensor) -> Tensor:
+    """Returns the action, a neutral one where a categorical head has no such class."""
+    if not isinstance(term, CategoricalTerms) or term.one_hot:
+        return action
+    return action.clamp(0, term.classes - 1)
 
 
 def _measured(

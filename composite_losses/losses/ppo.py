@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ class PPOLoss(Door, BaseLoss):
     ``validate``, ``heads``, ``sync_counts``, ``metrics``).
     """
 
-    options = PPO_OPTIONS
+    options: ClassVar[dict[str, Any]] = PPO_OPTIONS
 
     def _surrogate(self, options: dict[str, Any]) -> Surrogate:
         """Returns the unclipped ratio."""
@@ -45,7 +45,7 @@ class ClipPPOLoss(Door, BaseLoss):
     ``ratio="per_head"`` and ``"leafwise"``) a mapping by head; ``clip_value=True`` takes it over.
     """
 
-    options = {
+    options: ClassVar[dict[str, Any]] = {
         "clip_epsilon": 0.2,
         "ratio": "joint",
         "mix": 0.5,
@@ -129,7 +129,7 @@ class KLPENPPOLoss(Door, BaseLoss):
     ``beta`` besides the metrics.
     """
 
-    options = {
+    options: ClassVar[dict[str, Any]] = {
         "dtarg": 0.01,
         "beta": 1.0,
         "increment": 2.0,

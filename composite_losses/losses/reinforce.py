@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -46,7 +46,7 @@ class ReinforceLoss(Door, BaseLoss):
     label = "Reinforce"
     objective_key = "loss_actor"
     value_key = "loss_value"
-    options = {
+    options: ClassVar[dict[str, Any]] = {
         "gamma": 0.99,
         "baseline": "none",
         "delay_value": False,

@@ -1,0 +1,292 @@
+"""Policies and data for the cases on shapes, distributions and ratios.
+
+Every size that may be equal is equal: as many rows as features as classes as hidden units, so that a
+broadcast over the wrong dim goes through unless something forbids it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributions as D
+import torch.nn.functional as F
+from tensordict import TensorDict
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
+from torch import nn
+from torchrl.modules import distributions as R
+
+import composite_losses as cl
+
+WIDTH = 3  # observations, features, classes, rows
+GEOMETRIES = ("joint", "per_head", "leafwise", "mixed")
+
+
+class DoubledCategorical(D.Categorical):
+    """A subclass with a log-prob of its own, which no formula of the parent gives."""
+
+    def log_prob(self, value):
+        return 2.0 * super().log_prob(value)
+
+
+class DoubledNormal(D.Normal):
+    """A subclass with a log-prob of its own, which no formula of the parent gives."""
+
+    def log_prob(self, value):
+        return 2.0 * super().log_prob(value)
+
+
+class NoEntropy(D.Normal):
+    """A distribution without a closed-form entropy or KL."""
+
+    def entropy(self):
+        raise NotImplementedError
+
+
+class Linear(D.Distribution):
+    """A made-up distribution whose log-prob is ``slope * value``: any log-prob can be stored."""
+
+    arg_constraints = {}
+    support = D.constraints.real
+
+    def __init__(self, slope, validate_args=None):
+        self.slope = slope
+        super().__init__(slope.shape, validate_args=False)
+
+    def log_prob(self, value):
+        return self.slope * value
+
+    def sample(self, shape=()):
+        return torch.randn(*shape, *self.batch_shape)
+
+    def entropy(self):
+        return self.slope * 0.0
+
+    @property
+    def mean(self):
+        return self.slope * 0.0
+
+
+def positive(x):
+    return F.softplus(x) + 0.5
+
+
+def loc_scale(x):
+    loc, raw = x.chunk(2, -1)
+    return loc, positive(raw)
+
+
+def concentrations(x):
+    return tuple(positive(part) + 0.6 for part in x.chunk(2, -1))
+
+
+def independent_normal(loc, scale):
+    return D.Independent(D.Normal(loc, scale), 1)
+
+
+def mixture(logits, loc, scale):
+    return D.MixtureSameFamily(D.Categorical(logits=logits), D.Normal(loc, scale))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of head: its class and how raw network outputs become its parameters."""
+
+    cls: Callable[..., Any]
+    names: tuple[str, ...]
+    split: Callable[[Any], tuple[Any, ...]]
+    width: int = WIDTH
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    masked: bool = False
+    elementwise: bool = False  # the log-prob keeps the event dim
+
+
+def _logits(x):
+    return (x,)
+
+
+TWO = 2 * WIDTH
+LOW, HIGH = torch.tensor([-2.0, -1.0, -0.5]), torch.tensor([3.0, 1.0, 0.5])
+KINDS = {
+    "categorical": Kind(D.Categorical, ("logits",), _logits),
+    "probs": Kind(D.Categorical, ("probs",), lambda x: (x.softmax(-1),)),
+    "torch_one_hot": Kind(D.OneHotCategorical, ("logits",), _logits),
+    "one_hot": Kind(R.OneHotCategorical, ("logits",), _logits),
+    "masked": Kind(R.MaskedCategorical, ("logits",), _logits, masked=True),
+    "masked_one_hot": Kind(R.MaskedOneHotCategorical, ("logits",), _logits, masked=True),
+    "bernoulli": Kind(D.Bernoulli, ("logits",), _logits, elementwise=True),
+    "normal": Kind(D.Normal, ("loc", "scale"), loc_scale, TWO, elementwise=True),
+    "independent": Kind(independent_normal, ("loc", "scale"), loc_scale, TWO),
+    "independent_normal": Kind(R.IndependentNormal, ("loc", "scale"), loc_scale, TWO),
+    "tanh": Kind(R.TanhNormal, ("loc", "scale"), loc_scale, TWO, {"low": -2.0, "high": 3.0}),
+    "tanh_tensor": Kind(R.TanhNormal, ("loc", "scale"), loc_scale, TWO, {"low": LOW, "high": HIGH}),
+    "truncated": Kind(
+        R.TruncatedNormal, ("loc", "scale"), loc_scale, TWO, {"low": -2.0, "high": 3.0}
+    ),
+    "beta": Kind(
+        D.Beta, ("concentration1", "concentration0"), concentrations, TWO, elementwise=True
+    ),
+    "gamma": Kind(D.Gamma, ("concentration", "rate"), concentrations, TWO, elementwise=True),
+    "dirichlet": Kind(D.Dirichlet, ("concentration",), lambda x: (positive(x) + 0.6,)),
+    "kumaraswamy": Kind(
+        D.Kumaraswamy, ("concentration1", "concentration0"), concentrations, TWO, elementwise=True
+    ),
+    "mixture": Kind(mixture, ("logits", "loc", "scale"), lambda x: (x[..., :3], *loc_scale(x[..., 3:])), 9),
+    "doubled_categorical": Kind(DoubledCategorical, ("logits",), _logits),
+    "doubled_normal": Kind(DoubledNormal, ("loc", "scale"), loc_scale, TWO, elementwise=True),
+    "no_entropy": Kind(NoEntropy, ("loc", "scale"), loc_scale, TWO, elementwise=True),
+}
+
+
+class Net(nn.Module):
+    """Observation → raw outputs → the parameters of every head; masks pass through."""
+
+    def __init__(self, kinds, body=None):
+        super().__init__()
+        self.kinds = kinds
+        self.body = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh()) if body is None else body
+        self.last = nn.Linear(8, sum(kind.width for kind in kinds))
+
+    def forward(self, observation, *masks):
+        raw = self.last(self.body(observation))
+        out, rest = [], list(masks)
+        for kind, part in zip(self.kinds, raw.split([k.width for k in self.kinds], -1), strict=True):
+            out += kind.split(part)
+            if kind.masked and rest:
+                out.append(rest.pop(0).clone())
+        return tuple(out)
+
+
+def nested(prefix, *parts):
+    key = (*prefix, *parts)
+    return key[0] if len(key) == 1 else key
+
+
+def actor_of(kinds, *, prefix=(), body=None, return_log_prob=True, before=(), kwargs=None):
+    """A policy: one kind for a single head ``action``, a mapping head → kind for a composite.
+
+    Args:
+        kinds: name of a kind, or mapping head → name.
+        prefix: path of the group, e.g. ``("agents",)``.
+        body: what maps observations to 8 features.
+        before: TensorDict modules that run before, e.g. a recurrent one.
+        kwargs: distribution kwargs instead of the kind's (single head).
+    """
+    observation = nested(prefix, "observation" if not before else "feature")
+    single = isinstance(kinds, str)
+    table = [KINDS[kinds]] if single else [KINDS[name] for name in kinds.values()]
+    net = Net(table, body)
+    if single:
+        kind = table[0]
+        in_keys = {name: nested(prefix, name) for name in kind.names}
+        module = TensorDictModule(net, in_keys=[observation], out_keys=list(in_keys.values()))
+        if kind.masked:
+            in_keys["mask"] = nested(prefix, "action_mask")
+        head = ProbabilisticTensorDictModule(
+            in_keys=in_keys,
+            out_keys=[nested(prefix, "action")],
+            distribution_class=kind.cls,
+            distribution_kwargs=dict(kind.kwargs if kwargs is None else kwargs),
+            return_log_prob=return_log_prob,
+            default_interaction_type="random",
+        )
+        return ProbabilisticTensorDictSequential(*before, module, head)
+    inputs, outputs = [observation], []
+    for name, kind in zip(kinds, table, strict=True):
+        outputs += [nested(prefix, "params", name, p) for p in kind.names]
+        if kind.masked:
+            inputs.append(nested(prefix, f"{name}_mask"))
+            outputs.append(nested(prefix, "params", name, "mask"))
+    head = ProbabilisticTensorDictModule(
+        in_keys=[nested(prefix, "params")],
+        out_keys=[nested(prefix, name) for name in kinds],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={
+            "distribution_map": {n: k.cls for n, k in zip(kinds, table, strict=True)},
+            "name_map": {n: nested(prefix, n) for n in kinds},
+            "extra_kwargs": {n: dict(k.kwargs) for n, k in zip(kinds, table, strict=True)},
+        },
+        return_log_prob=return_log_prob,
+        default_interaction_type="random",
+    )
+    module = TensorDictModule(net, in_keys=inputs, out_keys=outputs)
+    return ProbabilisticTensorDictSequential(*before, module, head)
+
+
+def critic_of(prefix=()):
+    return TensorDictModule(
+        nn.Linear(WIDTH, 1),
+        in_keys=[nested(prefix, "observation")],
+        out_keys=[nested(prefix, "state_value")],
+    )
+
+
+def inputs_of(kinds, batch, *, agents=None, group="agents"):
+    """Random observations and masks of the heads that need one, all on one batch."""
+    sample = (*batch, *(() if agents is None else (agents,)))
+    inner = {"observation": torch.randn(*sample, WIDTH)}
+    pairs = [("action", kinds)] if isinstance(kinds, str) else list(kinds.items())
+    for name, kind in pairs:
+        if KINDS[kind].masked:
+            mask = torch.rand(*sample, WIDTH) < 0.6
+            mask[..., 0] |= ~mask.any(-1)
+            inner[f"{name}_mask"] = mask
+    if agents is None:
+        return TensorDict(inner, batch_size=batch)
+    return TensorDict({group: TensorDict(inner, batch_size=sample)}, batch_size=batch)
+
+
+def collect(actor, td, *, prefix=()):
+    """The data that a collector stores: actions, log-probs, parameters, advantage, value target."""
+    with torch.no_grad():
+        out = actor(td.copy())
+    holder = out.get(prefix) if prefix else out
+    shape = (*holder.batch_size, 1)
+    holder.set("advantage", torch.randn(shape))
+    holder.set("value_target", torch.randn(shape))
+    return out
+
+
+def fresh(kinds, batch, *, agents=None, **options):
+    """(actor, data) of a policy that has just collected."""
+    prefix = () if agents is None else ("agents",)
+    actor = actor_of(kinds, prefix=prefix, **options)
+    return actor, collect(actor, inputs_of(kinds, batch, agents=agents), prefix=prefix)
+
+
+def set_group(loss, prefix=("agents",)):
+    """Points the loss at a group's own entries."""
+    names = ("advantage", "value_target", "reward", "done", "terminated")
+    loss.set_keys(**{n: nested(prefix, n) for n in names}, value=nested(prefix, "state_value"))
+    return loss
+
+
+def clip_loss(actor, *, agents=None, critic=False, cls=None, **options):
+    """A ``ClipPPOLoss`` (or ``cls``) on the root's or the group's entries."""
+    prefix = () if agents is None else ("agents",)
+    cls = cl.ClipPPOLoss if cls is None else cls
+    loss = cls(actor, critic_of(prefix) if critic else None, **options)
+    return loss if agents is None else set_group(loss, prefix)
+
+
+def log_prob_keys(kinds, agents=None):
+    """Keys under which the policy of :func:`actor_of` stores its log-probs."""
+    prefix = () if agents is None else ("agents",)
+    names = ["action"] if isinstance(kinds, str) else list(kinds)
+    return [nested(prefix, f"{name}_log_prob") for name in names]
+
+
+def total_loss(out):
+    return sum(value for key, value in out.items() if key.startswith("loss"))
+
+
+def gradients(loss, out):
+    """Gradients of the summed losses to every parameter that gets one."""
+    loss.zero_grad()
+    total_loss(out).sum().backward()
+    return {n: p.grad.clone() for n, p in loss.named_parameters() if p.grad is not None}
