@@ -51,7 +51,10 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         options = {**QUICK, **options}
     if "seeds" in options:
         options["seeds"] = tuple(options["seeds"])
-    return replace(default, **options)
+    settings = replace(default, **options)
+    if not settings.output.parent.is_dir():
+        parser.error(f"--output: there is no folder {settings.output.parent}")
+    return settings
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -77,10 +77,10 @@ def write_picture(histories: Histories, path: Path) -> None:
     for name, runs in histories.items():
         draw(axes, name, runs)
     seeds = len(next(iter(histories.values())))
-    spread = f", mean and range of {seeds} seeds" if seeds > 1 else ""
+    spread = f" (lines: mean of {seeds} seeds, bands: their range)" if seeds > 1 else ""
     axes.set_title("Two agents that move and speak (VMAS simple_reference)")
-    axes.set_xlabel("iteration")
-    axes.set_ylabel(f"return per episode (mean of {WINDOW} iterations{spread})")
+    axes.set_xlabel(f"iteration{spread}")
+    axes.set_ylabel(f"return per episode (mean of {WINDOW} iterations)")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)

@@ -73,6 +73,9 @@ class DistributionTerms(Terms):
             # one-hot variants subclass Categorical and keep its empty event shape
             self.event_shape = distribution.mode.shape[len(self.batch_shape) :]
         self.analytic = _has_entropy(distribution)
+        low, high = getattr(distribution, "low", None), getattr(distribution, "high", None)
+        if isinstance(low, Tensor) and isinstance(high, Tensor):
+            self.bounds = (low, high)
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns ``distribution.log_prob(action)``."""
@@ -108,21 +111,23 @@ class DistributionTerms(Terms):
         return monte_carlo_kl(self, other, sample)
 
     def contains(self, action: Tensor) -> Tensor:
-        """Returns the check of ``distribution.support``; where there is none, whether it is finite."""
-        try:
-            support = self.distribution.support
-            inside = support.check(action) if support is not None else action.isfinite()
-        except NotImplementedError:
-            inside = action.isfinite()
+        """Returns the check of the support or of the range; without either, whether it is finite."""
+        support = _support(self.distribution)
+        if self.bounds is not None:
+            inside = (action >= self.bounds[0]) & (action <= self.bounds[1])
+        else:
+            inside = action.isfinite() if support is None else support.check(action)
         n = len(self.batch_shape)
         return inside if inside.ndim <= n else inside.flatten(n).all(-1)
 
     def neutral(self) -> Tensor | float:
         """Returns the detached mean where the support has a boundary, else 0."""
+        if self.bounds is not None:
+            return (self.bounds[0] + self.bounds[1]) / 2
+        support = _support(self.distribution)
+        if support is None or support.is_discrete or _is_real(support):
+            return 0.0
         try:
-            support = self.distribution.support
-            if support is None or support.is_discrete or _is_real(support):
-                return 0.0
             return _tensor(self.distribution.mean).detach()
         except (NotImplementedError, AttributeError):
             return 0.0
@@ -135,6 +140,14 @@ class DistributionTerms(Terms):
             except (AttributeError, NotImplementedError, RuntimeError):
                 continue
         raise NotImplementedError(f"{type(self.distribution).__name__} has no deterministic sample")
+
+
+def _support(distribution: Distribution) -> torch.distributions.constraints.Constraint | None:
+    """Returns the support, or None where the class does not say (or says it in error)."""
+    try:
+        return distribution.support
+    except (NotImplementedError, TypeError, AttributeError):
+        return None
 
 
 def _is_real(support: torch.distributions.constraints.Constraint) -> bool:

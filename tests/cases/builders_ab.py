@@ -30,6 +30,7 @@ FORMS: dict[str, tuple[tuple[int, ...], int | None]] = {
     "agents1": ((6,), 1),
     "agents2": ((6,), 2),
     "agents3": ((6,), 3),
+    "agents4": ((6,), 4),
     "A==B": ((3,), 3),
     "A==B==T": ((3, 3), 3),
     "one": ((1,), 1),
@@ -114,7 +115,7 @@ class Net(nn.Module):
 def composite_actor(
     net: Net, group: Path = (), *, wrapper: Any = ProbabilisticActor, **options: Any
 ) -> Any:
-    """A composite policy over the heads of ``net``; its samples are random, its log-probs stored."""
+    """A composite policy over the heads of ``net``: random samples, stored log-probs."""
     module = TensorDictModule(
         net,
         in_keys=[bare((*group, "observation"))],
@@ -139,6 +140,21 @@ def composite_actor(
         "default_interaction_type": InteractionType.RANDOM,
     } | options
     return wrapper(module, **options)
+
+
+def single_actor(net: Net, group: Path = (), **options: Any) -> Any:
+    """A policy with one distribution, no composite: its parameters lie beside the action."""
+    (spec,) = net.specs
+    keys = [bare((*group, name)) for name in net.names()[0]]
+    options = {
+        "in_keys": keys,
+        "out_keys": [bare((*group, *spec.path))],
+        "distribution_class": CLASSES[spec.kind],
+        "return_log_prob": True,
+        "default_interaction_type": InteractionType.RANDOM,
+    } | options
+    module = TensorDictModule(net, in_keys=[bare((*group, "observation"))], out_keys=keys)
+    return ProbabilisticActor(module, **options)
 
 
 @dataclass
@@ -188,11 +204,11 @@ class Scene:
 
     def log_prob_entries(self) -> list[Tensor]:
         """Current log-probs of the stored actions by torch.distributions, event dims kept."""
-        triples = zip(self.net.specs, self.net.params(self.obs), range(len(self.net.specs)), strict=True)
         entries = []
-        for spec, params, i in triples:
-            value = plain(spec.kind, params).log_prob(self.td.get(self.action_key(i)))
-            entries.append(value.sum(-1) if spec.kind == "independent" else value)
+        for i, params in enumerate(self.net.params(self.obs)):
+            kind = self.net.specs[i].kind
+            value = plain(kind, params).log_prob(self.td.get(self.action_key(i)))
+            entries.append(value.sum(-1) if kind == "independent" else value)
         return entries
 
     def log_probs(self) -> Tensor:
@@ -218,9 +234,7 @@ class Scene:
     def set_log_ratio(self, *values: float) -> None:
         """Stores log-probs such that head h has the log-ratio ``values[h]`` in every row."""
         with torch.no_grad():
-            for i, (value, current) in enumerate(
-                zip(values, self.log_prob_entries(), strict=True)
-            ):
+            for i, (value, current) in enumerate(zip(values, self.log_prob_entries(), strict=True)):
                 dims = current[..., 0].numel() / current.numel() if self._has_event(current) else 1
                 self.td.set(self.log_prob_key(i), current - value * dims)
 
@@ -287,6 +301,9 @@ def scene(
     return Scene(net, policy, critic, td, group, shape if agents is None else (*shape, agents))
 
 
+# the forms where a bad reduction or a broadcast would show
+CORE = ("flat", "time", "agents1", "agents2", "A==B")
+FEW = ("time", "agents1", "A==B")
 # The usual pair of heads, and one of every kind.
 HYBRID = (Spec("gear", "cat", 3), Spec("move", "normal", 2))
 DISCRETE = (Spec("a", "cat", 3), Spec("b", "cat", 5))
@@ -322,7 +339,11 @@ def assert_same(
         if name in skip:
             continue
         torch.testing.assert_close(
-            out[name], expected[name], equal_nan=True, msg=lambda m, n=name: f"{n}: {m}", **tolerance
+            out[name],
+            expected[name],
+            equal_nan=True,
+            msg=lambda m, n=name: f"{n}: {m}",
+            **tolerance,
         )
 
 
@@ -334,7 +355,13 @@ def snapshot(td: TensorDictBase) -> dict[Any, tuple[Any, ...]]:
             seen[key] = (value.batch_size, list(value.names), value.is_locked, id(value))
         else:
             bits = value.detach().clone().contiguous().reshape(-1).view(torch.uint8).tolist()
-            seen[key] = (tuple(value.shape), value.dtype, value.requires_grad, value.data_ptr(), bits)
+            seen[key] = (
+                tuple(value.shape),
+                value.dtype,
+                value.requires_grad,
+                value.data_ptr(),
+                bits,
+            )
     return seen
 
 

@@ -1,13 +1,14 @@
 """Policies and data for the cases on shapes, distributions and ratios.
 
-Every size that may be equal is equal: as many rows as features as classes as hidden units, so that a
-broadcast over the wrong dim goes through unless something forbids it.
+Every size that may be equal is equal, rows, features and classes, so that a broadcast over the wrong
+dim goes through unless something forbids it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributions as D
 import torch.nn.functional as F
@@ -17,14 +18,26 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    TensorDictModuleBase,
 )
 from torch import nn
+from torchrl.modules import GRUModule, LSTMModule
 from torchrl.modules import distributions as R
+from torchrl.modules.tensordict_module.rnn import recurrent_mode
 
 import composite_losses as cl
 
 WIDTH = 3  # observations, features, classes, rows
 GEOMETRIES = ("joint", "per_head", "leafwise", "mixed")
+RATIO_LOSSES = {
+    "ppo": (cl.PPOLoss, {}),
+    **{g: (cl.ClipPPOLoss, {"ratio": g}) for g in GEOMETRIES},
+    "klpen": (cl.KLPENPPOLoss, {}),
+}
+ALL_LOSSES = {**RATIO_LOSSES, "a2c": (cl.A2CLoss, {}), "reinforce": (cl.ReinforceLoss, {})}
+# (batch, agents): [B], [B, T], and [B, A] for A = 1, 2, 3; B == T == F, and A == B == F at last
+FORMS = [((3,), None), ((3, 3), None), ((3,), 1), ((3,), 2), ((3,), 3)]
+BATCHES = pytest.mark.parametrize(("batch", "agents"), FORMS, ids=str)
 
 
 class DoubledCategorical(D.Categorical):
@@ -51,7 +64,6 @@ class NoEntropy(D.Normal):
 class Linear(D.Distribution):
     """A made-up distribution whose log-prob is ``slope * value``: any log-prob can be stored."""
 
-    arg_constraints = {}
     support = D.constraints.real
 
     def __init__(self, slope, validate_args=None):
@@ -136,7 +148,9 @@ KINDS = {
     "kumaraswamy": Kind(
         D.Kumaraswamy, ("concentration1", "concentration0"), concentrations, TWO, elementwise=True
     ),
-    "mixture": Kind(mixture, ("logits", "loc", "scale"), lambda x: (x[..., :3], *loc_scale(x[..., 3:])), 9),
+    "mixture": Kind(
+        mixture, ("logits", "loc", "scale"), lambda x: (x[..., :3], *loc_scale(x[..., 3:])), 9
+    ),
     "doubled_categorical": Kind(DoubledCategorical, ("logits",), _logits),
     "doubled_normal": Kind(DoubledNormal, ("loc", "scale"), loc_scale, TWO, elementwise=True),
     "no_entropy": Kind(NoEntropy, ("loc", "scale"), loc_scale, TWO, elementwise=True),
@@ -155,7 +169,9 @@ class Net(nn.Module):
     def forward(self, observation, *masks):
         raw = self.last(self.body(observation))
         out, rest = [], list(masks)
-        for kind, part in zip(self.kinds, raw.split([k.width for k in self.kinds], -1), strict=True):
+        for kind, part in zip(
+            self.kinds, raw.split([k.width for k in self.kinds], -1), strict=True
+        ):
             out += kind.split(part)
             if kind.masked and rest:
                 out.append(rest.pop(0).clone())
@@ -165,6 +181,11 @@ class Net(nn.Module):
 def nested(prefix, *parts):
     key = (*prefix, *parts)
     return key[0] if len(key) == 1 else key
+
+
+def at(agents, *parts):
+    """The key of an entry at the root, or in the group where there are agents."""
+    return nested(() if agents is None else ("agents",), *parts)
 
 
 def actor_of(kinds, *, prefix=(), body=None, return_log_prob=True, before=(), kwargs=None):
@@ -290,3 +311,172 @@ def gradients(loss, out):
     loss.zero_grad()
     total_loss(out).sum().backward()
     return {n: p.grad.clone() for n, p in loss.named_parameters() if p.grad is not None}
+
+
+def finite(tensors):
+    return all(bool(x.isfinite().all()) for x in tensors)
+
+
+class Table(nn.Module):
+    """A parameter table as a policy: row b holds the parameters of sample b."""
+
+    def __init__(self, *tables):
+        super().__init__()
+        self.tables = nn.ParameterList(nn.Parameter(t.clone()) for t in tables)
+
+    def forward(self, observation):
+        return tuple(t + 0 * observation.to(t.dtype) for t in self.tables)
+
+
+def table_actor(cls, *, mask=False, kwargs=None, **tables):
+    """A policy of one head ``action`` whose parameters are tables."""
+    in_keys = {name: name for name in tables} | ({"mask": "action_mask"} if mask else {})
+    module = TensorDictModule(
+        Table(*tables.values()), in_keys=["observation"], out_keys=list(tables)
+    )
+    head = ProbabilisticTensorDictModule(
+        in_keys=in_keys,
+        out_keys=["action"],
+        distribution_class=cls,
+        distribution_kwargs=kwargs or {},
+        return_log_prob=True,
+        default_interaction_type="random",
+    )
+    return ProbabilisticTensorDictSequential(module, head)
+
+
+def rows(n, **entries):
+    """The data of a table's policy before it has acted."""
+    td = TensorDict(observation=torch.zeros(n, 1), advantage=torch.randn(n, 1), **entries)
+    td.batch_size = [n]
+    return td
+
+
+class AgentGRU(TensorDictModuleBase):
+    """A GRU shared by the agents, step by step, or along time in recurrent mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, 8)
+        self.in_keys = [("agents", "observation"), ("agents", "hidden"), "is_init"]
+        self.out_keys = [("agents", "feature"), ("next", "agents", "hidden")]
+
+    def forward(self, td):
+        x, hidden, init = (td[key] for key in self.in_keys)
+        time = recurrent_mode()
+        if not time:
+            x, hidden, init = x.unsqueeze(1), hidden.unsqueeze(1), init.unsqueeze(1)
+        state, out = hidden[:, 0], []
+        for t in range(x.shape[1]):
+            state = torch.where(init[:, t].unsqueeze(-1), 0.0, state)
+            flat = self.cell(x[:, t].flatten(0, 1), state.flatten(0, 1))
+            state = flat.unflatten(0, state.shape[:2])
+            out.append(state)
+        y = torch.stack(out, 1)
+        td["agents", "feature"] = y if time else y[:, 0]
+        td["next", "agents", "hidden"] = y if time else y[:, 0]
+        return td
+
+
+def recurrent(kind, kinds, agents):
+    """(actor, keys of its state) with a recurrent network before the heads."""
+    if agents is not None:
+        return actor_of(kinds, prefix=("agents",), before=(AgentGRU(),), body=nn.Tanh()), ["hidden"]
+    cls, states = {"lstm": (LSTMModule, ["h", "c"]), "gru": (GRUModule, ["h"])}[kind]
+    names = [f"state_{s}" for s in states]
+    net = cls(
+        input_size=WIDTH,
+        hidden_size=8,
+        in_keys=["observation", *names],
+        out_keys=["feature", *(("next", n) for n in names)],
+    )
+    return actor_of(kinds, before=(net,), body=nn.Tanh()), names
+
+
+def trajectory(actor, kinds, states, agents, steps=5):
+    """Data collected step by step, with a reset in the middle of one of the sequences."""
+    inputs = inputs_of(kinds, (WIDTH, steps), agents=agents)
+    group = () if agents is None else ("agents",)
+    init = torch.zeros(WIDTH, steps, 1, dtype=torch.bool)
+    init[:, 0] = init[1, 3] = True
+    shape = (WIDTH, 8) if agents is not None else (WIDTH, 1, 8)
+    shape = (WIDTH, agents, 8) if agents is not None else shape
+    hidden = {name: torch.zeros(shape) for name in states}
+    out = []
+    for t in range(steps):
+        td = inputs[:, t].clone()
+        td["is_init"] = init[:, t]
+        for name, value in hidden.items():  # an environment resets the state it carries, too
+            fresh_start = init[:, t].reshape(WIDTH, *(1,) * (value.ndim - 1))
+            td[at(agents, name)] = torch.where(fresh_start, 0.0, value)
+        with torch.no_grad():
+            td = actor(td)
+        hidden = {name: td["next", *group, name] for name in states}
+        out.append(td)
+    td = torch.stack(out, 1).contiguous()
+    for name in ("advantage", "value_target"):
+        td[at(agents, name)] = torch.randn(
+            *(WIDTH, steps), *([] if agents is None else [agents]), 1
+        )
+    return td
+
+
+class Sequence(nn.Module):
+    """A two-layer LSTM with dropout between its layers, over one step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.LSTM(WIDTH, 8, num_layers=2, dropout=0.5)
+
+    def forward(self, x):
+        return self.net(x.reshape(1, -1, WIDTH))[0].reshape(*x.shape[:-1], 8)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lift = nn.Linear(WIDTH, 8)
+        self.net = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x):
+        x = self.lift(x).unsqueeze(-2).flatten(0, -3)
+        return self.net(x, x, x, need_weights=False)[0].reshape(*x.shape[:-2], 8)
+
+
+def stochastic(kinds, layer, functional=True):
+    """(actor, data collected in eval mode, loss) of an actor with a stochastic layer."""
+    torch.manual_seed(1)
+    actor = actor_of(kinds, body=STOCHASTIC[layer]()).eval()
+    td = collect(actor, inputs_of(kinds, (16,)))
+    return actor, td, clip_loss(actor, functional=functional)
+
+
+STOCHASTIC = {
+    "dropout": lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Tanh()),
+    "alpha_dropout": lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.AlphaDropout(0.5)),
+    "rrelu": lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.RReLU(0.1, 0.9)),
+    "lstm": Sequence,
+    "attention": Attention,
+}
+
+
+class DistActor(TensorDictModuleBase):
+    """A policy that offers nothing but ``get_dist``, with a bf16 distribution inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(WIDTH, WIDTH).bfloat16()
+        self.in_keys, self.out_keys = ["observation"], ["action"]
+
+    def get_dist(self, td):
+        return D.Categorical(logits=self.net(td["observation"].bfloat16()))
+
+    def forward(self, td):
+        return td.set("action", self.get_dist(td).sample())
+
+
+class OwnHead(ProbabilisticTensorDictModule):
+    """A probabilistic module with a distribution of its own making."""
+
+    def get_dist(self, td):
+        return D.Categorical(logits=2 * td["logits"])

@@ -1,7 +1,7 @@
 """Actors, data, garbage and comparisons for the cases on masks, normalisation, mechanics, metrics.
 
-Nothing here asks the library for a number: actions and log-probs come from torch's and TorchRL's own
-distributions, and the expected result is mostly the loss of the same data with the rows cut out.
+Nothing here asks the library for a number: actions and log-probs come from the distributions of
+torch and TorchRL; what is expected is mostly the loss of the same data with the rows cut out.
 """
 
 import copy
@@ -67,6 +67,7 @@ SIX = {
     "flags": "bernoulli",
     "say": "masked",
 }
+TRIO = {"arm": "tanh", "say": "masked", "move": "normal"}
 
 
 class Parameters(nn.Module):
@@ -86,7 +87,9 @@ class Parameters(nn.Module):
         for family in self.families:
             for name in family.sizes:
                 piece = next(pieces)
-                out.append(nn.functional.softplus(piece) + 0.5 if name in family.positive else piece)
+                out.append(
+                    nn.functional.softplus(piece) + 0.5 if name in family.positive else piece
+                )
             if family.masked:
                 out.append(next(given))
         return tuple(out)
@@ -174,7 +177,12 @@ def networks(heads: Heads, group: bool = False) -> tuple[nn.Module, nn.Module]:
 
 
 def make_data(
-    heads: Heads, shape: tuple[int, ...], *, group: bool = False, source: str = "stored", seed: int = 1
+    heads: Heads,
+    shape: tuple[int, ...],
+    *,
+    group: bool = False,
+    source: str = "stored",
+    seed: int = 1,
 ) -> TensorDict:
     """Data of a behaviour policy whose ratios to the current one spread around 1.
 
@@ -230,7 +238,9 @@ def _behaviour(
         for parameter in family.sizes:
             value = next(values)
             noise = 0.15 * torch.randn(value.shape, generator=gen)
-            params[parameter] = value * noise.exp() if parameter in family.positive else value + noise
+            params[parameter] = (
+                value * noise.exp() if parameter in family.positive else value + noise
+            )
         if family.masked:
             params["mask"] = next(values)
         dist = family.cls(**params, **family.kwargs)
@@ -295,6 +305,23 @@ CLASSES = {
 KL = ("penalty", "KLPENPPOLoss")
 JOINT = ("joint", "dual", "ratio", "penalty", "PPOLoss", "ClipPPOLoss", "KLPENPPOLoss")
 RATIO = tuple(n for n in LOSSES if n != "score" and n[:3] not in ("A2C", "Rei"))
+# a joint log-prob serves the joint ratio only, and a KL needs the parameters
+SOURCES = [(n, "all" if n in KL else "stored") for n in RATIO] + [(n, "params") for n in RATIO]
+SOURCES += [(n, "joint") for n in JOINT if n not in KL]
+NORM = ["PPOLoss", "ClipPPOLoss", "KLPENPPOLoss"]
+OPTIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "clip_value": ({"clip_value": 0.2}, list(DOORS)[:-1]),
+    "value_term": ({"value": cl.ValueTerm("l2", coeff=0.7, clip=0.3)}, ["per_head", "score"]),
+    "normalised": ({"normalize_advantage": True}, NORM),
+    "norm_part": ({"advantage": cl.AdvantageNorm()}, list(NATIVE)),
+    "delayed": ({"delay_actor": True}, [*NORM, *NATIVE]),
+    "capped": ({"max_importance_ratio": 1.02}, [*NORM, *NATIVE]),
+    "delayed_capped": ({"delay_actor": True, "max_importance_ratio": 1.02}, NORM),
+    "not_functional": ({"functional": False}, list(CLASSES)),
+    "separate": ({"separate_losses": True}, ["PolicyLoss", "A2CLoss", "ReinforceLoss"]),
+    "no_metrics": ({"metrics": False}, list(CLASSES)),
+    "sum": ({"reduction": "sum"}, list(CLASSES)),
+}
 
 
 def build(name: str | Factory, heads: Heads, *, group: bool = False, **options: Any) -> Any:
@@ -312,7 +339,9 @@ def outcome(loss: Any, td: TensorDictBase) -> tuple[dict[str, Tensor], dict[str,
     loss.zero_grad(set_to_none=True)
     out = loss(td)
     total_loss(out).backward()
-    grads = {name: None if p.grad is None else p.grad.clone() for name, p in loss.named_parameters()}
+    grads = {
+        name: None if p.grad is None else p.grad.clone() for name, p in loss.named_parameters()
+    }
     return {key: value.detach().clone() for key, value in out.items()}, grads
 
 
@@ -337,6 +366,14 @@ def same(left: Any, right: Any, *, nan: bool = False, tol: float = 1e-5) -> None
 
 # --- masks ---------------------------------------------------------------------------------------
 
+# (how the mask is given, sample shape, whether inside a group)
+LAYOUTS: list[tuple[str, tuple[int, ...], bool]] = [
+    ("root1", (9,), False), ("key", (9,), False),
+    ("collector", (4, 5), False), ("shifted", (4, 5), False),
+    ("group", (6, 1), True), ("group1", (6, 2), True), ("root", (6, 3), True),
+    ("collector", (3, 3), True), ("group", (2, 3, 3), True),
+]  # fmt: skip
+LAYOUT_IDS = [f"{h}-{'x'.join(map(str, s))}{'-group' if g else ''}" for h, s, g in LAYOUTS]
 KINDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf, "huge": 1e30}
 
 
@@ -418,13 +455,15 @@ def mask_with(loss: Any, td: TensorDict, mask: Tensor, how: str) -> None:
 
 def masked_against_cut(
     name: str | Factory, heads: Heads, td: TensorDict, mask: Tensor, kind: str, how: str = "root",
-    *, group: bool = False, setup: Callable[[Any], None] | None = None, nan: bool = False,
+    *, group: bool = False, nan: bool = False,
     **options: Any,
 ) -> None:  # fmt: skip
-    """Loss, gradients and metrics of poisoned data equal those of the data with the rows cut out."""
+    """Loss, gradients and metrics of poisoned data equal those with the rows cut out."""
     masked, short = (build(name, heads, group=group, **copy.deepcopy(options)) for _ in range(2))
-    if setup is not None:
-        setup(masked), setup(short)
+    for loss in (masked, short):
+        if loss.delay_actor:  # another proximal policy than the current one
+            for i, p in enumerate(loss.target_actor_network_params.values(True, True)):
+                p.data.mul_(1 + 0.1 * (-1) ** i)
     data = poison(td, mask, kind)
     mask_with(masked, data, mask, how)
     before = data.clone()
@@ -440,7 +479,7 @@ def unchanged(td: TensorDict, before: TensorDict) -> None:
 
 
 def normalised_by_hand(advantage: Tensor, mask: Tensor, keep: tuple[int, ...] = ()) -> Tensor:
-    """``(A − mean) / max(std, 1e-6)`` of ``[*S, 1]``, statistics per index of the kept dims of S."""
+    """``(A − mean) / max(std, 1e-6)`` of ``[*S, 1]``, separate statistics along kept dims."""
     out = torch.zeros_like(advantage)
     groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for index in mask.nonzero().tolist():

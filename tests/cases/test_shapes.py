@@ -16,7 +16,10 @@ from torchrl.modules.distributions import MaskedCategorical
 import composite_losses as cl
 from composite_losses.errors import ShapeError
 from tests.cases.builders_ce import (
+    ALL_LOSSES,
+    BATCHES,
     GEOMETRIES,
+    RATIO_LOSSES,
     WIDTH,
     Linear,
     actor_of,
@@ -33,14 +36,6 @@ from tests.cases.builders_ce import (
 
 B = WIDTH
 AGENTS = [None, 1, 2, 3]
-FORMS = [((B,), None), ((B, B), None), ((B,), 1), ((B,), 2), ((B,), 3)]
-BATCHES = pytest.mark.parametrize(("batch", "agents"), FORMS, ids=str)
-RATIO_LOSSES = {
-    "ppo": (cl.PPOLoss, {}),
-    **{g: (cl.ClipPPOLoss, {"ratio": g}) for g in GEOMETRIES},
-    "klpen": (cl.KLPENPPOLoss, {}),
-}
-ALL_LOSSES = {**RATIO_LOSSES, "a2c": (cl.A2CLoss, {}), "reinforce": (cl.ReinforceLoss, {})}
 TWO_HEADS = {"move": "tanh", "gear": "categorical"}
 LOG_PROBS, ADVANTAGES = (-1.0, -2.0, -3.0), (1.0, 2.0, 3.0)
 
@@ -118,7 +113,7 @@ def test_gradient_at_ratio_one(name, batch, agents):
 @BATCHES
 @pytest.mark.parametrize("name", ALL_LOSSES)
 def test_flat_advantage_raises(name, batch, agents):
-    """Case 47: an advantage without its last dim is an error in every loss, nothing is broadcast."""
+    """Case 47: an advantage without its last dim raises in every loss, nothing is broadcast."""
     actor, td = fresh("normal", batch, agents=agents)
     cls, options = ALL_LOSSES[name]
     loss = clip_loss(actor, cls=cls, agents=agents, **options)
@@ -148,7 +143,9 @@ def test_value_shapes_raise(wrong, batch, agents):
         holder["value_target"] = right.reshape(1, -1)
     else:
         holder = root if agents is None else root["agents"]
-        holder["value_target"] = right.squeeze(-1) if wrong == "flat" else torch.cat([right, right], -1)
+        holder["value_target"] = (
+            right.squeeze(-1) if wrong == "flat" else torch.cat([right, right], -1)
+        )
     with pytest.raises(ShapeError, match="value_target"):
         loss(root)
 
@@ -200,13 +197,16 @@ def test_trailing_singleton_is_squeezed(name, kinds, batch, agents):
 
 @BATCHES
 @pytest.mark.parametrize("trailing", [False, True])
-def test_joint_log_prob(trailing, batch, agents):
-    """Case 48: so with one joint log-prob, [*S] or [*S, 1]."""
-    actor, td = fresh(TWO_HEADS, batch, agents=agents)
+@pytest.mark.parametrize("move", ["tanh", "normal"])
+def test_joint_log_prob(move, trailing, batch, agents):
+    """Case 48: so with one joint log-prob, [*S] or [*S, 1], and event dims of a head are summed."""
+    kinds = {"move": move, "gear": "categorical"}
+    actor, td = fresh(kinds, batch, agents=agents)
     loss = clip_loss(actor, agents=agents)
     plain = loss(td)
-    keys = log_prob_keys(TWO_HEADS, agents)
-    joint = sum(td[key] for key in keys)
+    keys = log_prob_keys(kinds, agents)
+    sample = (td if agents is None else td["agents"]).batch_size
+    joint = sum(td[key].reshape(*sample, -1).sum(-1) for key in keys)
     holder = td.exclude(*keys)
     key = "sample_log_prob" if agents is None else ("agents", "sample_log_prob")
     holder[key] = joint.unsqueeze(-1) if trailing else joint
@@ -220,7 +220,7 @@ def test_joint_log_prob(trailing, batch, agents):
 @pytest.mark.parametrize("agents", AGENTS)
 @pytest.mark.parametrize("wrong", ["front", "square", "twice"])
 def test_other_stored_shapes_raise(wrong, agents, kinds):
-    """Case 48: [1, B], [B, B] and [B, 1, 1] are errors with the key and both shapes, also if A == B."""
+    """Case 48: [1, B], [B, B] and [B, 1, 1] raise, with the key and both shapes, also if A == B."""
     actor, td = fresh(kinds, (B,), agents=agents)
     loss = clip_loss(actor, agents=agents)
     keys = log_prob_keys(kinds, agents)
@@ -306,7 +306,7 @@ def test_other_action_shapes_raise(wrong, kind, agents):
 @pytest.mark.parametrize("agents", [1, 2, 3])
 @pytest.mark.parametrize("name", ["joint", "per_head", "klpen", "a2c", "reinforce"])
 def test_multi_agent_advantage(name, agents, kinds):
-    """Case 50: of [B, 1], [B, A], [A, B, 1] and [B, A, 1] only the last passes, also where A == B."""
+    """Case 50: of [B, 1], [B, A], [A, B, 1] and [B, A, 1] only the last passes, also if A == B."""
     actor, td = fresh(kinds, (B,), agents=agents)
     cls, options = ALL_LOSSES[name]
     loss = clip_loss(actor, cls=cls, agents=agents, **options)
@@ -331,7 +331,7 @@ def test_multi_agent_advantage(name, agents, kinds):
 
 @pytest.mark.parametrize("agents", [1, 2, 3])
 def test_team_value_needs_to_be_asked_for(agents):
-    """Case 50: a value or target [B, 1] for advantages [B, A, 1] is an error, also for one agent."""
+    """Case 50: a value or target [B, 1] for advantages [B, A, 1] raises, also for one agent."""
     actor, td = fresh("normal", (B,), agents=agents)
     loss = clip_loss(actor, agents=agents, critic=True)
     team = critic_of()
@@ -344,7 +344,7 @@ def test_team_value_needs_to_be_asked_for(agents):
         else:
             data["team_target"] = data["agents", "value_target"][:, 0]
             loss.set_keys(value_target="team_target")
-        with pytest.raises(ShapeError, match="state_value|team_target"):
+        with pytest.raises(ShapeError, match=r"state_value|team_target"):
             loss(data)
 
 
@@ -372,7 +372,9 @@ def test_agents_are_rows(name, kinds, agents):
     for (name_one, grad_one), (name_two, grad_two) in zip(
         gradients(loss, one).items(), gradients(flat_loss, two).items(), strict=True
     ):
-        torch.testing.assert_close(grad_one, grad_two, rtol=1e-4, atol=1e-6, msg=name_one + name_two)
+        torch.testing.assert_close(
+            grad_one, grad_two, rtol=1e-4, atol=1e-6, msg=name_one + name_two
+        )
 
 
 @pytest.mark.parametrize("agents", [1, 2, 3])
@@ -409,12 +411,15 @@ def masked_actor(where):
     )
 
 
-@pytest.mark.parametrize("where", ["kwargs", "data", "expanded"])
-@pytest.mark.parametrize("root", [(), (2,), (2, 3), (2, 3, 4)])
+ROOTS = [(), (2,), (2, 3), (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("where", "root"),
+    [("data", ()), *(("kwargs", root) for root in ROOTS), *(("expanded", root) for root in ROOTS)],
+)
 def test_broadcast_action_mask(root, where):
-    """Case 55: logits [2, 3, 4, 5], mask [1, 5], actions [2, 3, 4]: the masked log-softmax, gathered."""
-    if where == "data" and root:
-        pytest.skip("an entry [1, 5] needs batch size []")
+    """Case 55: logits [2, 3, 4, 5], mask [1, 5], actions [2, 3, 4]: masked log-softmax."""
     actor = masked_actor(where)
     mask = torch.tensor([[True, False, True, True, False]])
     td = TensorDict(observation=torch.randn(2, 3, 4, 5), advantage=torch.randn(2, 3, 4, 1))
@@ -444,7 +449,7 @@ def test_broadcast_action_mask(root, where):
 
 @BATCHES
 def test_scalar_batch_and_stand_alone_log_probs(batch, agents):
-    """Case 48: without an advantage nothing is summed; entries keep the distribution's batch shape."""
+    """Case 48: without an advantage nothing is summed: entries keep the batch shape."""
     kinds = {"move": "normal", "gear": "categorical"}
     actor, td = fresh(kinds, batch, agents=agents)
     loss = clip_loss(actor, agents=agents)

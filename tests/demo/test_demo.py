@@ -20,7 +20,7 @@ TINY = Settings(iterations=2, envs=8, steps=5, cells=8)
 def test_command_trains_all_methods_and_writes_table_and_picture(tmp_path, capsys):
     picture = tmp_path / "curves.png"
     aggregate = composite_lp_aggregate()
-    sizes = "--quick --iterations 2 --envs 8 --seeds 0 1".split()
+    sizes = ["--quick", "--iterations", "2", "--envs", "8", "--seeds", "0", "1"]
     main([*sizes, "--output", str(picture)])
     printed = capsys.readouterr().out
     header, *lines = printed.strip().splitlines()
@@ -75,6 +75,13 @@ def test_options_override_quick():
     settings = parse(["--quick", "--envs", "7", "--seeds", "2", "3", "--device", "cuda:0"])
     assert (settings.envs, settings.seeds, settings.device) == (7, (2, 3), "cuda:0")
     assert settings.iterations < Settings().iterations
+
+
+@pytest.mark.parametrize("wrong", [["--iterations", "0"], ["--output", "no/such/folder/a.png"]])
+def test_options_are_refused_before_anything_runs(wrong, capsys):
+    with pytest.raises(SystemExit):
+        parse(wrong)
+    assert wrong[0] in capsys.readouterr().err
 
 
 def test_table_averages_over_seeds_and_iterations():

@@ -424,7 +424,7 @@ def test_keeps_float32_and_the_inputs(row):
 
 @pytest.mark.parametrize("row", [r for n, r in ROWS.items() if n.split(":")[0] not in REDUCING])
 def test_is_per_sample(row):
-    """One sample alone gives what it gives in its batch: no reduction, no other dim taken for heads."""
+    """A sample alone gives what it gives in its batch: no other dim is taken for heads."""
     inputs = row.draw()
     together = row.call(**inputs)
     for i in range(S[0]):

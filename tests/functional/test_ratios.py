@@ -110,7 +110,9 @@ class TestClip:
         eps = torch.tensor([0.1, 0.2], dtype=F64)
         assert clip_log_ratio(torch.zeros(3, 2), eps, eps).dtype == torch.float32
 
+    @pytest.mark.parametrize("name", ["eps_low", "eps_high"])
     @pytest.mark.parametrize("shape", [(3,), (2, 2), (1, 2)])
-    def test_rejects_bounds_that_are_not_per_head(self, shape):
-        with pytest.raises(ShapeError, match="eps_high"):
-            clip_log_ratio(torch.zeros(3, 2), 0.2, torch.full(shape, 0.2))
+    def test_rejects_bounds_that_are_not_per_head(self, shape, name):
+        options = {"eps_low": 0.2, "eps_high": 0.2, name: torch.full(shape, 0.2)}
+        with pytest.raises(ShapeError, match=name):
+            clip_log_ratio(torch.zeros(3, 2), **options)
