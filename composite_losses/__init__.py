@@ -1,6 +1,6 @@
 """PPO, A2C and REINFORCE losses for policies with several action heads and groups of agents."""
 
-from composite_losses import errors, functional
+from composite_losses import errors, export, functional, nets
 from composite_losses.heads import StackHeads, resolve_log_probs
 from composite_losses.losses import (
     A2CLoss,
@@ -19,6 +19,12 @@ from composite_losses.losses import (
     ValueTerm,
     diagnose,
 )
+from composite_losses.nets import (
+    MultiAgentConvNet,
+    MultiAgentGRU,
+    MultiAgentLSTM,
+    MultiAgentMLP,
+)
 
 __version__ = "0.1.0"
 
@@ -31,6 +37,10 @@ __all__ = [
     "EntropyTerm",
     "KLPENPPOLoss",
     "KLPenalty",
+    "MultiAgentConvNet",
+    "MultiAgentGRU",
+    "MultiAgentLSTM",
+    "MultiAgentMLP",
     "PPOLoss",
     "PolicyLoss",
     "Ratio",
@@ -41,6 +51,8 @@ __all__ = [
     "__version__",
     "diagnose",
     "errors",
+    "export",
     "functional",
+    "nets",
     "resolve_log_probs",
 ]

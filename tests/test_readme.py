@@ -1,9 +1,9 @@
 """The README's code runs, prints what the README shows, and its links lead somewhere.
 
-All ```python blocks under one ``##`` heading share a namespace and run in order; each ``##`` heading
-starts a fresh one. A ```text block right after a ```python block is what that block prints; ``...``
-in it stands for anything and the amount of white space is free, as in a doctest. Warnings are errors,
-as in every test.
+All ```python blocks under one ``##`` heading share a namespace and run in order; each ``##``
+heading starts a fresh one. A ```text block right after a ```python block is what that block prints;
+``...`` in it stands for anything and the amount of white space is free, as in a doctest. Warnings
+are errors, as in every test.
 """
 
 import contextlib

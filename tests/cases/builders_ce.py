@@ -1,6 +1,6 @@
 """Policies and data for the cases on shapes, distributions and ratios.
 
-Every size that may be equal is equal, rows, features and classes, so that a broadcast over the wrong
+Every size that may be equal is equal, rows, features and classes, so that a broadcast over a wrong
 dim goes through unless something forbids it.
 """
 
@@ -399,8 +399,7 @@ def trajectory(actor, kinds, states, agents, steps=5):
     group = () if agents is None else ("agents",)
     init = torch.zeros(WIDTH, steps, 1, dtype=torch.bool)
     init[:, 0] = init[1, 3] = True
-    shape = (WIDTH, 8) if agents is not None else (WIDTH, 1, 8)
-    shape = (WIDTH, agents, 8) if agents is not None else shape
+    shape = (WIDTH, 1 if agents is None else agents, 8)
     hidden = {name: torch.zeros(shape) for name in states}
     out = []
     for t in range(steps):
@@ -411,13 +410,11 @@ def trajectory(actor, kinds, states, agents, steps=5):
             td[at(agents, name)] = torch.where(fresh_start, 0.0, value)
         with torch.no_grad():
             td = actor(td)
-        hidden = {name: td["next", *group, name] for name in states}
+        hidden = {name: td[("next", *group, name)] for name in states}
         out.append(td)
     td = torch.stack(out, 1).contiguous()
     for name in ("advantage", "value_target"):
-        td[at(agents, name)] = torch.randn(
-            *(WIDTH, steps), *([] if agents is None else [agents]), 1
-        )
+        td[at(agents, name)] = torch.randn(*inputs[at(agents, "observation")].shape[:-1], 1)
     return td
 
 

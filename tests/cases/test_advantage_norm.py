@@ -51,7 +51,7 @@ def used_advantage(
     return -out["loss_objective"].detach()
 
 
-# --- 89: too few values ----------------------------------------------------------------------------
+# --- 89: too few values --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", [None, *DOORS])
@@ -126,7 +126,7 @@ def test_all_masked() -> None:
     torch.testing.assert_close(got, torch.tensor([[0.5**0.5, 0.0], [-(0.5**0.5), 0.0]]))
 
 
-# --- 91: per agent ---------------------------------------------------------------------------------
+# --- 91: per agent -------------------------------------------------------------------------------
 
 
 def two_scales(n: int) -> Tensor:
@@ -176,7 +176,8 @@ def test_two_scales_with_a_mask(kind: str) -> None:
 
 
 SHAPES: list[tuple[tuple[int, ...], bool]] = [
-    ((9,), False), ((4, 5), False), ((6, 1), True), ((6, 2), True), ((6, 3), True), ((2, 4, 3), True),
+    ((9,), False), ((4, 5), False), ((6, 1), True), ((6, 2), True), ((6, 3), True),
+    ((2, 4, 3), True),
 ]  # fmt: skip
 
 
@@ -225,7 +226,7 @@ def test_per_agent_without_agents() -> None:
 
 
 def test_balanced_gradients() -> None:
-    """Case 91: per agent, scaling one agent's rewards by 100 leaves the loss; pooled, it does not."""
+    """Case 91: one agent's rewards × 100: the same loss per agent, another one pooled."""
     td = make_data(PAIR, (8, 2), group=True)
     scaled = td.clone()
     scaled["agents", "advantage"][:, 1] *= 100

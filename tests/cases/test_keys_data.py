@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import distributions as D
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import TanhNormal
+from torchrl.objectives import SoftUpdate
 
 import composite_losses as cl
 from tests.cases.builders_ab import (
@@ -41,6 +42,12 @@ def without(s: Scene, *names: Any) -> TensorDict:
     return s.td.clone().exclude(*[s.key(n) if isinstance(n, str) else n for n in names])
 
 
+def bare_rollout(s: Scene) -> TensorDict:
+    """Data as a collector gives them: no advantage, no value."""
+    next_value = bare(("next", *s.group, "state_value"))
+    return without(s, "advantage", "value_target", "state_value", next_value)
+
+
 def variants(s: Scene, name: str) -> dict[str, tuple[Any, TensorDict]]:
     """(loss, data) for every path that a call can take through the data."""
     lp = [s.log_prob_key(i) for i in range(len(s.net.specs))]
@@ -62,7 +69,7 @@ def variants(s: Scene, name: str) -> dict[str, tuple[Any, TensorDict]]:
         "no bonus": (s.loss(name, **bonus), s.td),
         "no critic": (s.loss(name, critic=False), without(s, "value_target", "state_value")),
         "value clip": (s.loss(name, **clip), s.td),
-        "no advantage": (s.loss(name), without(s, "advantage", "value_target")),
+        "no advantage": (s.loss(name), bare_rollout(s)),
         "masked": (masked, with_mask),
         "auto mask": (s.loss(name), auto),
         "not functional": (s.loss(name, functional=False), s.td),
@@ -73,7 +80,9 @@ def variants(s: Scene, name: str) -> dict[str, tuple[Any, TensorDict]]:
         out["stored"] = (s.loss(name, log_prob_source="stored"), s.td)
         out["params"] = (s.loss(name, log_prob_source="params"), s.td)
         out["fall-back"] = (s.loss(name), without(s, *lp))
-        out["delayed"] = (s.loss(name, delay_actor=True), s.td)
+        delayed = s.loss(name, delay_actor=True)
+        SoftUpdate(delayed, eps=0.5)
+        out["delayed"] = (delayed, s.td)
     if name in ("ppo", "clip_joint", "native"):
         out["joint"] = (s.loss(name), joint)
     return out
@@ -128,13 +137,12 @@ def test_in_keys_list_nothing_else(form: str) -> None:
         if name in RATIO_LOSSES:
             assert {*lp, params} <= keys
         else:
-            assert not keys & {*lp, params, "sample_log_prob"}
+            assert not keys & {*lp, "sample_log_prob"}
         lone = set(s.loss(name, critic=False).in_keys)
         assert not lone & {target, s.key("state_value")}
         assert ({reward, done} <= lone) == (name == "reinforce")
     stored = set(s.loss("ppo", log_prob_source="stored").in_keys)
     assert lp <= stored
-    assert params not in stored
     rebuilt = set(s.loss("ppo", log_prob_source="params").in_keys)
     assert params in rebuilt
     assert not rebuilt & {*lp, s.key("sample_log_prob"), "sample_log_prob"}
@@ -147,6 +155,35 @@ def test_in_keys_list_nothing_else(form: str) -> None:
     masked.set_keys(agent_mask=None, head_active=None)
     masked.loss_mask_key = None
     assert not set(masked.in_keys) & {"valid", s.key("alive"), s.key("on"), "shifted_valid"}
+
+
+@pytest.mark.parametrize("form", ["flat", "agents2"])
+def test_parameters_that_no_call_reads_are_no_in_keys(form: str) -> None:
+    """Case 34: stored parameters are in_keys only where the behaviour or a KL reads them."""
+    s = scene(HYBRID, form)
+    for loss in (s.loss("a2c"), s.loss("reinforce"), s.loss("ppo", log_prob_source="stored")):
+        assert s.key("params") not in loss.in_keys
+
+
+@pytest.mark.parametrize("form", ["time", "agents2"])
+@pytest.mark.parametrize("name", ["clip_joint", "reinforce"])
+def test_in_keys_with_stored_values_and_no_advantage(name: str, form: str) -> None:
+    """Case 34: a rollout that holds values of both steps: the selection gives the same losses."""
+    s = scene(HYBRID, form)
+    td = without(s, "advantage", "value_target")
+    loss = s.loss(name)
+    expected = loss(td)
+    assert_same(loss(td.select(*loss.in_keys, strict=False)), expected, exact=True)
+
+
+@pytest.mark.parametrize("form", ["time", "agents2"])
+@pytest.mark.parametrize("name", ["clip_joint", "reinforce"])
+def test_value_of_one_step_only_and_no_advantage(name: str, form: str) -> None:
+    """Case 34: an absent advantage is computed also where only the first step's value is stored."""
+    s = scene(HYBRID, form)
+    expected = s.loss(name)(bare_rollout(s))
+    td = bare_rollout(s).set(s.key("state_value"), s.td.get(s.key("state_value")))
+    assert_same(s.loss(name)(td), expected)
 
 
 # --- stored actions are scored --------------------------------------------------------------------
@@ -248,37 +285,50 @@ def test_actor_whose_sample_raises(name: str, form: str) -> None:
     assert objective(s.loss(name)(s.td)).isfinite()
 
 
-def test_random_state_moves_only_where_an_entropy_is_estimated() -> None:
-    """Case 36: TanhNormal has no entropy formula; with closed forms the RNG state stays."""
-    specs = (Spec("gear", "cat", 3), Spec("move", "normal", 2))
-    s = scene(specs)
-    keys = {"dist0": "gear", "dist1": "move"}
+class NoEntropy(D.Normal):
+    """A distribution whose entropy has no formula."""
+
+    def entropy(self) -> Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("cls", [TanhNormal, NoEntropy])
+def test_entropy_without_a_closed_form(cls: Any) -> None:
+    """Case 36: only an estimated entropy may draw; log-probs never do; a seed fixes the value."""
+    s = scene(HYBRID)
     s.actor = composite_actor(
         s.net,
         distribution_kwargs={
-            "distribution_map": {"dist0": D.Categorical, "dist1": TanhNormal},
-            "name_map": keys,
+            "distribution_map": {"dist0": D.Categorical, "dist1": cls},
+            "name_map": {"dist0": "gear", "dist1": "move"},
         },
         default_interaction_type=InteractionType.RANDOM,
     )
-    s.td["move"] = s.td["move"].tanh() * 0.9
-    # TanhNormal is Independent: one log-prob per sample
-    s.td["move_log_prob"] = s.td["move_log_prob"].sum(-1)
-    for name in ("ppo", "a2c"):
-        state = torch.get_rng_state()
-        first = s.loss(name, samples_mc_entropy=4)(s.td)["loss_entropy"]
-        assert not torch.equal(torch.get_rng_state(), state)
-        torch.set_rng_state(state)
-        assert torch.equal(s.loss(name, samples_mc_entropy=4)(s.td)["loss_entropy"], first)
-    before = snapshot(s.td)
-    state = torch.get_rng_state()
-    parts = s.loss("ppo").log_probs(s.td)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert snapshot(s.td) == before
     loc, scale = s.net.params(s.obs)[1].values()
-    pre = s.td["move"].atanh()
-    by_hand = D.Normal(loc, scale).log_prob(pre) - (1 - s.td["move"].square()).log()
-    torch.testing.assert_close(parts["current", "move"], by_hand.sum(-1), rtol=1e-4, atol=1e-4)
+    if cls is TanhNormal:  # independent: one log-prob per sample
+        s.td["move"] = s.td["move"].tanh() * 0.9
+        s.td["move_log_prob"] = s.td["move_log_prob"].sum(-1)
+        pre = s.td["move"].atanh()
+        by_hand = D.Normal(loc, scale).log_prob(pre) - (1 - s.td["move"].square()).log()
+        by_hand = by_hand.sum(-1)
+    else:
+        by_hand = D.Normal(loc, scale).log_prob(s.td["move"])
+    for name in ("ppo", "a2c", "reinforce"):
+        options = {} if name == "reinforce" else {"samples_mc_entropy": 4, "entropy_coeff": 1.0}
+        loss = s.loss(name, **options)
+        before, state = snapshot(s.td), torch.get_rng_state()
+        first = loss(s.td)
+        torch.set_rng_state(state)
+        assert_same(loss(s.td), first, exact=True)
+        state = torch.get_rng_state()
+        parts = loss.log_probs(s.td)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert snapshot(s.td) == before
+        torch.testing.assert_close(parts["current", "move"], by_hand, rtol=1e-4, atol=1e-4)
+    if cls is NoEntropy:
+        many = s.loss("a2c", samples_mc_entropy=4000, entropy_coeff=1.0)(s.td)
+        want = D.Normal(loc, scale).entropy().sum(-1).mean()
+        assert abs(many["entropy/move"].item() - want.item()) < 0.05
 
 
 # --- errors leave the data alone ------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_truncated_normal(source, batch, agents):
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_rows(kind):
     """Case 74: |log-ratio| < 1e-6 in fp32 for thousands of rows of every head type."""
-    actor, td = fresh(kind, (4000,))
+    actor, td = fresh(kind, (20_000,))
     loss = clip_loss(actor)
     gap = loss.log_probs(td)["current", "action"] - td["action_log_prob"]
     assert gap.abs().max() < 1e-6

@@ -71,6 +71,7 @@ MIXES: dict[str, dict[str, str]] = {
         "on": "bernoulli",
         "grip": "beta",
     },
+    "choices": {"tool": "categorical", "say": "one_hot"},
     "one": {"arm": "independent"},
     "choice": {"tool": "categorical"},
     "code": {"say": "one_hot"},
@@ -299,7 +300,7 @@ PPO_OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 PPO_LAYOUTS = ["B", "BT", "BA", "BTA"]
-SEVERAL = ["robot", "bounded", "many"]
+SEVERAL = ["robot", "bounded", "many", "choices"]
 
 
 def bonus(mix: str) -> dict[str, bool]:
@@ -342,7 +343,6 @@ def test_value_clip_as_wide_as_the_ratio(loss_critic_type, layout):
         ("B", ()),
         ("BT", ()),
         ("BT", (1,)),
-        ("BT", (0, 1)),
         ("BA", (1,)),
         ("BA", (-2,)),
         ("BTA", (2,)),
@@ -352,15 +352,17 @@ def test_value_clip_as_wide_as_the_ratio(loss_critic_type, layout):
 @pytest.mark.parametrize(("name", "options"), PPO)
 def test_normalised_advantage(name, options, layout, exclude):
     options = {**options, "normalize_advantage": True, "normalize_advantage_exclude_dims": exclude}
-    if exclude == (0, 1):
-        pytest.skip("one value per statistic: TorchRL gives NaN")
     assert_parity(*moved("robot", layout, name, **options))
 
 
 @pytest.mark.parametrize("layout", PPO_LAYOUTS)
 def test_entropy_coefficient_by_head(layout):
-    """TorchRL's mapping is by ``<action>_entropy``, with heads that leave no event dims."""
-    problem = make_problem("many", LAYOUTS[layout])
+    """TorchRL's mapping names ``<action>_entropy`` by its whole path."""
+    problem = make_problem("choices", LAYOUTS[layout])
+    problem.learn()
+    group = problem.layout.key
+    mapping = {group("tool_entropy"): 0.1, group("say_entropy"): 0.3}
+    assert_parity(*pair("ClipPPOLoss", problem, entropy_coeff=mapping), problem)
 
 
 # --- the score function ---------------------------------------------------------------------------
@@ -428,7 +430,7 @@ def without_advantage(problem: Problem, *, values: bool) -> None:
 
 @pytest.mark.parametrize(
     ("options", "values"),
-    [({}, False), ({}, True), ({"functional": False}, False), ({"clip_value": 0.05}, True)],
+    [({}, False), ({}, True), ({"functional": False}, False), ({"separate_losses": True}, False)],
 )
 @pytest.mark.parametrize("layout", ["B", "BT", "BTA"])
 @pytest.mark.parametrize("mix", ["one", "robot"])
@@ -443,6 +445,24 @@ def test_generalised_advantage(name, own, mix, layout, options, values):
         loss.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.8)
     without_advantage(problem, values=values)
     assert_parity(ours, theirs, problem)
+
+
+@pytest.mark.parametrize("layout", ["BT", "BTA"])
+def test_value_clip_beside_an_estimator(layout):
+    """The old value is the stored one: TorchRL's estimator overwrites it before TorchRL clips."""
+    options = {"clip_value": 0.05, **CLIP}
+    ours, theirs, problem = moved("one", layout, "ClipPPOLoss", **options)
+    for loss in (ours, theirs):
+        loss.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.8)
+    without_advantage(problem, values=True)
+    out = ours(problem.data)
+    stored = problem.data[problem.layout.key("state_value")].clone()
+    theirs.value_estimator(problem.data)
+    problem.data[problem.layout.key("state_value")] = stored
+    expected = theirs(problem.data)
+    assert 0 < expected["value_clip_fraction"] < 1
+    for key in ("loss_objective", "loss_critic", "value_clip_fraction"):
+        assert_close(out[key], expected[key])
 
 
 @pytest.mark.parametrize(
