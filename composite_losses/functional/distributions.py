@@ -323,11 +323,29 @@ def tanh_normal_log_prob(
 
     Source: Haarnoja et al. 2018, "Soft actor-critic", appendix C, eq. (21), arXiv 1801.01290.
     """
-    half_width = (high - low) / 2
-    y = (value - (high + low) / 2) / half_width
+    x = tanh_inverse(value, low, high)
+    return normal_log_prob(loc, scale, x) - tanh_log_slope(x, low, high)
+
+
+def tanh_inverse(value: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """The x with ``low + (high - low) (tanh(x) + 1) / 2 = value``; finite at the bounds.
+
+    Args:
+        value: in ``[low, high]``; at a bound it is moved inside by the resolution of its dtype.
+        low: lower bound, float or tensor.
+        high: upper bound, above ``low``.
+    """
+    y = (value - (high + low) / 2) / ((high - low) / 2)
     limit = 1 - torch.finfo(y.dtype).resolution
-    x = torch.atanh(y.clamp(-limit, limit))
-    return normal_log_prob(loc, scale, x) - _log_tanh_slope(x) - _log(half_width)
+    return torch.atanh(y.clamp(-limit, limit))
+
+
+def tanh_log_slope(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
+    """The log of the derivative of ``low + (high - low) (tanh(x) + 1) / 2``.
+
+    ``2 (log 2 - x - softplus(-2 x)) + log((high - low) / 2)``
+    """
+    return _log_tanh_slope(x) + _log((high - low) / 2)
 
 
 def tanh_normal_entropy(

@@ -24,10 +24,9 @@ from composite_losses.errors import ConfigError, MissingKeyError
 from composite_losses.heads.keys import as_key, key_list, path, read, suffixed
 from composite_losses.heads.plan import Slot
 from composite_losses.heads.registry import construct, from_distribution, from_parameters
-from composite_losses.heads.terms import Terms
+from composite_losses.heads.terms import Terms, in_float32
 
 Found = dict[NestedKey, Terms]
-HALF = (torch.float16, torch.bfloat16)
 
 
 def unwrapped(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -40,9 +39,9 @@ def unwrapped(cls: Callable[..., Any], kwargs: Mapping[str, Any]) -> tuple[Any, 
 
 
 def promoted(value: Any) -> Any:
-    """Returns half-precision tensors in float32: log-probs are never formed in half precision."""
+    """Returns half-precision tensors in float32, those of a tree included."""
     if isinstance(value, Tensor):
-        return value.float() if value.dtype in HALF else value
+        return in_float32(value)
     return value.apply(promoted) if is_tensor_collection(value) else value
 
 
@@ -142,14 +141,20 @@ class Step:
         """Returns the keys of the one log-prob that the module declares for all its heads."""
         return [*self.joint, *self.declared] if len(self.components) > 1 else []
 
+    def parameter_keys(self, component: Component) -> list[NestedKey]:
+        """Returns where the data hold the component's parameters."""
+        if component.where is None:
+            return self.in_keys
+        return [as_key((*path(self.in_keys[0]), *component.where))]
+
     def parameters(self, td: TensorDictBase, component: Component) -> dict[str, Any] | None:
-        """Returns the distribution's parameters as the data hold them, or None if any is missing."""
+        """Returns the distribution's parameters in the data, or None if any is missing."""
         if component.where is None:
             values = {
                 name: read(td, key) for name, key in zip(self.dist_keys, self.in_keys, strict=True)
             }
             return None if any(value is None for value in values.values()) else values
-        node = read(td, as_key((*path(self.in_keys[0]), *component.where)))
+        node = read(td, self.parameter_keys(component)[0])
         if not isinstance(node, TensorDictBase) or node.is_empty():
             return None
         return dict(node.items())
@@ -182,7 +187,12 @@ class Step:
     def _distribution(self, td: TensorDictBase) -> Distribution:
         """Returns the distribution of a module whose class only a call reveals."""
         if self.custom:
-            return cast(Distribution, self.module.get_dist(td))
+            inputs = td.copy()
+            for key in self.in_keys:
+                value = read(td, key)
+                if value is not None:
+                    inputs.set(key, promoted(value))
+            return cast(Distribution, self.module.get_dist(inputs))
         values = {
             n: promoted(read(td, k)) for n, k in zip(self.dist_keys, self.in_keys, strict=True)
         }
@@ -253,6 +263,30 @@ class ActorProgram:
     def parameter_keys(self) -> list[NestedKey]:
         """Keys of the distribution parameters, as a behaviour policy stores them."""
         return [key for step in self.steps for key in step.in_keys]
+
+    @property
+    def input_keys(self) -> list[NestedKey]:
+        """Keys that a run reads from the data: network inputs, action masks, earlier actions."""
+        if self.opaque:
+            return key_list(getattr(self.actor, "in_keys", None) or [])
+        written: list[tuple[str, ...]] = []
+        read_keys: dict[NestedKey, None] = {}
+        for module in self.modules:
+            for key in map(path, module.in_keys):
+                # a parent of what was written, and what lies inside it, come from this run, too
+                if not any(key[: len(w)] == w[: len(key)] for w in written):
+                    read_keys[as_key(key)] = None
+            if not isinstance(module, Step):
+                written += map(path, module.out_keys)
+        return list(read_keys)
+
+    def keys_of(self, slot: NestedKey) -> list[NestedKey]:
+        """Returns where the data hold the distribution parameters of one head."""
+        for step in self.steps:
+            for component in step.components:
+                if component.write == slot and step.static:
+                    return step.parameter_keys(component)
+        return []
 
     def run(self, td: TensorDictBase) -> Found:
         """Returns the terms of every head; one pass through the networks, nothing sampled.

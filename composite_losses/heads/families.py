@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from composite_losses.functional import distributions as formula
-from composite_losses.heads.terms import Terms
+from composite_losses.heads.terms import Terms, in_float32
 
 
 class CategoricalTerms(Terms):
     """Categorical terms from logits ``[*batch, n]``; forbidden ones weigh nothing."""
+
+    discrete = True
 
     def __init__(
         self,
@@ -21,6 +23,7 @@ class CategoricalTerms(Terms):
         normalised: bool = False,
     ) -> None:
         """Normalises the logits once, for log-prob, entropy and KL alike."""
+        logits = in_float32(logits)
         self.classes = logits.shape[-1]
         self.allowed = None if allowed is None else allowed.expand(logits.shape)
         self.log_probs = (
@@ -83,7 +86,7 @@ class ElementwiseTerms(Terms):
 
     def __init__(self, *parameters: Tensor, event_ndim: int = 0) -> None:
         """Takes the parameter tensors, which broadcast against each other."""
-        self.parameters = parameters
+        self.parameters = parameters = tuple(in_float32(p) for p in parameters)
         shape = torch.broadcast_shapes(*(p.shape for p in parameters))
         self.event_ndim = event_ndim
         cut = len(shape) - event_ndim
@@ -160,9 +163,13 @@ class TanhNormalTerms(NormalTerms):
         self.bounds = (low, high)
 
     def log_prob(self, action: Tensor) -> Tensor:
-        """Returns the log-density with the change of variables; finite at the bounds."""
-        loc, scale = self.parameters
-        return self._sum(formula.tanh_normal_log_prob(loc, scale, self.low, self.high, action))
+        """Returns the log-density with the change of variables; finite at the bounds.
+
+        Both terms are summed apart, as TorchRL does, so that a fresh ratio is exactly 1.
+        """
+        x = formula.tanh_inverse(action, self.low, self.high)
+        slope = self._sum(formula.tanh_log_slope(x, self.low, self.high))
+        return self._sum(formula.normal_log_prob(*self.parameters, x)) - slope
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Returns the entropy by quadrature: deterministic and differentiable."""
@@ -186,6 +193,8 @@ class TanhNormalTerms(NormalTerms):
 
 class BernoulliTerms(ElementwiseTerms):
     """Terms of Bernoulli(logits)."""
+
+    discrete = True
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns the log-prob of a 0/1 action."""

@@ -145,7 +145,7 @@ def compile_plan(
 def _paired(
     keys: NestedKey | Sequence[NestedKey] | None, discovered: list[NestedKey], what: str
 ) -> list[NestedKey] | None:
-    """Returns the user's keys in the order of the discovered ones, or None where they say nothing."""
+    """Returns the user's keys in the discovered order, or None where they say nothing."""
     if keys is None:
         return None
     listed = key_list(keys)

@@ -20,7 +20,7 @@ def sum_event(x: Tensor, sample_ndim: int) -> Tensor:
 
 
 def fit_action(action: Tensor, batch: torch.Size, event: torch.Size, *, key: NestedKey) -> Tensor:
-    """Returns the action in the shape its distribution expects, a stray trailing singleton squeezed.
+    """Returns the action in its distribution's shape, a stray trailing singleton squeezed.
 
     Args:
         action: the stored action.

@@ -14,6 +14,14 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, kl_divergence
 
 
+HALF = (torch.float16, torch.bfloat16)
+
+
+def in_float32(x: Tensor) -> Tensor:
+    """Returns a half-precision tensor in float32: log-probs are never formed in half precision."""
+    return x.float() if x.dtype in HALF else x
+
+
 class Terms(abc.ABC):
     """Per-sample terms of one head's distribution.
 
@@ -22,6 +30,7 @@ class Terms(abc.ABC):
         event_shape: shape that an action has beyond ``batch_shape``.
         playable: ``[*batch_shape]`` bool, False where an action mask forbids every action, or None.
         bounds: (low, high) of a bounded continuous support, or None.
+        discrete: whether the actions are classes or counts.
         analytic: whether entropy and KL have a formula, so that nothing is sampled.
     """
 
@@ -29,6 +38,7 @@ class Terms(abc.ABC):
     event_shape: torch.Size
     playable: Tensor | None = None
     bounds: tuple[Tensor | float, Tensor | float] | None = None
+    discrete: bool = False
     analytic: bool = True
 
     @abc.abstractmethod
@@ -45,11 +55,11 @@ class Terms(abc.ABC):
 
     @abc.abstractmethod
     def contains(self, action: Tensor) -> Tensor:
-        """Returns where the action lies in the support and no mask forbids it, ``[*batch_shape]``."""
+        """Returns where the action is in the support and not forbidden, ``[*batch_shape]``."""
 
     @abc.abstractmethod
     def neutral(self) -> Tensor | float:
-        """Returns an action in the support's interior: what rows that do not count are scored on."""
+        """Returns an action inside the support, for rows that do not count."""
 
     @abc.abstractmethod
     def mode(self) -> Tensor:
@@ -73,13 +83,15 @@ class DistributionTerms(Terms):
             # one-hot variants subclass Categorical and keep its empty event shape
             self.event_shape = distribution.mode.shape[len(self.batch_shape) :]
         self.analytic = _has_entropy(distribution)
+        support = _support(distribution)
+        self.discrete = support is not None and support.is_discrete
         low, high = getattr(distribution, "low", None), getattr(distribution, "high", None)
         if isinstance(low, Tensor) and isinstance(high, Tensor):
             self.bounds = (low, high)
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns ``distribution.log_prob(action)``."""
-        return _tensor(self.distribution.log_prob(action))
+        return in_float32(_tensor(self.distribution.log_prob(action)))
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Returns the analytic entropy, or −mean log p over samples where there is none.
@@ -89,7 +101,7 @@ class DistributionTerms(Terms):
         """
         if self.analytic:
             try:
-                return _tensor(self.distribution.entropy())
+                return in_float32(_tensor(self.distribution.entropy()))
             except NotImplementedError:
                 pass
         shape = torch.Size((samples,))
@@ -100,10 +112,10 @@ class DistributionTerms(Terms):
         return -(value + (log_prob - value) * value).mean(0)
 
     def kl(self, other: Terms, samples: int = 1) -> Tensor:
-        """Returns the registered KL, or its estimate from ``samples`` samples of this distribution."""
+        """Returns the registered KL, or its estimate from ``samples`` samples."""
         if isinstance(other, DistributionTerms):
             try:
-                return _tensor(kl_divergence(self.distribution, other.distribution))
+                return in_float32(_tensor(kl_divergence(self.distribution, other.distribution)))
             except NotImplementedError:
                 pass
         with torch.no_grad():
@@ -111,7 +123,7 @@ class DistributionTerms(Terms):
         return monte_carlo_kl(self, other, sample)
 
     def contains(self, action: Tensor) -> Tensor:
-        """Returns the check of the support or of the range; without either, whether it is finite."""
+        """Returns the check of the support or range; without either, finiteness."""
         support = _support(self.distribution)
         if self.bounds is not None:
             inside = (action >= self.bounds[0]) & (action <= self.bounds[1])

@@ -2,6 +2,9 @@
 
 from composite_losses.losses.a2c import A2CLoss
 from composite_losses.losses.diagnosis import Diagnosis, diagnose
+from composite_losses.losses.groups import GroupLoss
+from composite_losses.losses.happo import HAPPOLoss
+from composite_losses.losses.multiagent import IPPOLoss, MAPPOLoss
 from composite_losses.losses.parts import AdvantageNorm, EntropyTerm, ValueTerm
 from composite_losses.losses.policy import PolicyLoss
 from composite_losses.losses.ppo import ClipPPOLoss, KLPENPPOLoss, PPOLoss
@@ -15,8 +18,12 @@ __all__ = [
     "ClipPPOLoss",
     "Diagnosis",
     "EntropyTerm",
+    "GroupLoss",
+    "HAPPOLoss",
+    "IPPOLoss",
     "KLPENPPOLoss",
     "KLPenalty",
+    "MAPPOLoss",
     "PPOLoss",
     "PolicyLoss",
     "Ratio",

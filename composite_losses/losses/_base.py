@@ -1,11 +1,10 @@
-"""The one forward template: read, run the actor, ratio, surrogate, entropy and value, reduce, write.
+"""The one forward template: read, run the actor, ratio, surrogate, entropy, value, reduce, write.
 
 Every loss is this template with other parts; none overrides ``forward``.
 """
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -16,16 +15,15 @@ from tensordict.nn import dispatch
 from torch import Tensor, nn
 
 from composite_losses import functional as F
-from composite_losses.errors import ConfigError, MissingKeyError, ShapeError
+from composite_losses.errors import ConfigError
 from composite_losses.heads import ActorProgram, Terms
 from composite_losses.heads.chain import check_source
-from composite_losses.heads.keys import as_key, key_list, listing, path, read
-from composite_losses.heads.shapes import shown, sum_event
+from composite_losses.heads.shapes import sum_event
 from composite_losses.losses import _frame, _metrics
-from composite_losses.losses._frame import Frame
+from composite_losses.losses._advantage import AdvantageSide
 from composite_losses.losses._inspect import Inspection
 from composite_losses.losses._keys import AcceptedKeys, Keys
-from composite_losses.losses._networks import Networks
+from composite_losses.losses._networks import Networks, draws_random
 from composite_losses.losses._policy import PolicySide
 from composite_losses.losses._torchrl import LossModule, ValueEstimators
 from composite_losses.losses._value import ValueSide
@@ -33,10 +31,8 @@ from composite_losses.losses.parts import EntropyTerm, ValueTerm
 from composite_losses.losses.samples import Samples
 from composite_losses.losses.surrogates import Surrogate, scalar
 
-logger = logging.getLogger("composite_losses")
 
-
-class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
+class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection, LossModule):
     """The forward template over parts; abstract."""
 
     _AcceptedKeys = AcceptedKeys
@@ -68,6 +64,7 @@ class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
         heads: Mapping[str, tuple[NestedKey, int]] | None = None,
         sync_counts: bool = False,
         metrics: bool = True,
+        team_value: bool = False,
         log_explained_variance: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
@@ -92,13 +89,12 @@ class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
         self.validate = validate
         self._columns = dict(heads) if heads is not None else None
         self._user_keys = {}
+        self._shared_keys = {}
         self._selected_in_keys = None
         self._selected_out_keys: list[Any] | None = None
         self._register_networks(actor_network, critic_network)
         self._program = ActorProgram(actor_network)
-        self._random_modules = [
-            m for m in actor_network.modules() if isinstance(m, nn.modules.dropout._DropoutNd)
-        ]
+        self._random_modules = [m for m in actor_network.modules() if draws_random(m)]
         self._warned_random = False
         self._adopt_actor_keys()
         self._plan = self._compiled_plan()
@@ -109,6 +105,7 @@ class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
         self.advantage = advantage
         self.sync_counts = sync_counts
         self.metrics = metrics
+        self.team_value = team_value
         self.log_explained_variance = log_explained_variance
         cap = (
             None
@@ -139,7 +136,7 @@ class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
 
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns the losses and metrics of a batch, with exactly ``out_keys``; the input is unchanged.
+        """Returns the losses and metrics of a batch: ``out_keys``; the input is unchanged.
 
         Args:
             tensordict: the data, of any batch size, with the entries that ``in_keys`` lists.
@@ -155,10 +152,14 @@ class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
         td = tensordict.copy()
         advantage = self._stored_advantage(td)
         frame = self._frame(td, advantage)
+        if advantage is None:
+            self._share_signals(td, frame)
         self._neutralise(td, frame, advantage is None)
         fresh_target = None
         if advantage is None:
             advantage, fresh_target = self._computed_advantage(td, frame)
+            if advantage.shape[:-1] != frame.sample:
+                frame = self._frame(tensordict, advantage)
         proximal = td.copy() if self.delay_actor else None
         found = self._run_actor(td)
         samples, terms = self._samples(
@@ -185,101 +186,17 @@ class BaseLoss(Networks, Keys, PolicySide, ValueSide, Inspection, LossModule):
             and self.surrogate.uses_ratio
             and not self._warned_random
             and not torch.compiler.is_compiling()
-            and any(m.training and m.p > 0 for m in self._random_modules)
+            and any(m.training for m in self._random_modules)
         ):
             self._warned_random = True
             warnings.warn(
-                f"{type(self).__name__}: the actor draws random numbers in train mode (dropout), so "
-                "the ratio is not 1 on fresh data. Call loss.eval() (it reaches the networks) or "
+                f"{type(self).__name__}: the actor draws random numbers in train mode (dropout), "
+                "so the ratio is not 1 on fresh data. Call loss.eval() (it reaches the networks) "
+                "or "
                 "remove the dropout.",
                 UserWarning,
                 stacklevel=2,
             )
-
-    # --- 1 read ---------------------------------------------------------------------------------
-
-    def _stored_advantage(self, td: TensorDictBase) -> Tensor | TensorDictBase | None:
-        """Returns the stored advantage, without its graph, or None."""
-        value = read(td, self.tensor_keys.advantage)
-        if isinstance(value, Tensor):
-            return value.detach()
-        if isinstance(value, TensorDictBase):
-            if getattr(self.surrogate, "ratio", None) != "per_head":
-                raise ConfigError(
-                    f"advantage {self.tensor_keys.advantage!r}: one advantage per head needs "
-                    "ratio='per_head'."
-                )
-            return value.detach()
-        return None
-
-    def _frame(self, td: TensorDictBase, advantage: Tensor | TensorDictBase | None) -> Frame:
-        """Returns the frame of the batch."""
-        sample = _frame.sample_shape(
-            td,
-            self._plan,
-            advantage,
-            advantage_key=self.tensor_keys.advantage,
-        )
-        mask = _frame.find_mask(td, sample, *self._mask_keys())
-        active = {
-            position: _frame.required_mask(td, sample, key)
-            for position, key in self._head_active_keys().items()
-        }
-        return Frame(sample, td.batch_dims, mask, active)
-
-    def _neutralise(self, td: TensorDictBase, frame: Frame, for_advantage: bool) -> None:
-        """Replaces what rows that do not count hold, wherever networks will read."""
-        if frame.mask is None:
-            return
-        keys = self._network_keys()
-        if for_advantage and self.critic_network is not None:
-            keys += [as_key(("next", *path(k))) for k in key_list(self.critic_network.in_keys)]
-        _frame.neutralise(
-            td,
-            keys,
-            frame,
-            true_keys=self._program.parameter_keys,
-            keep_finite=self._recurrent,
-        )
-        if for_advantage:
-            names = self.tensor_keys
-            dim = _frame.time_dim(td)
-            if dim is not None:
-                _frame.neutralise_trajectory(
-                    td, frame, names.reward, (names.done, names.terminated), dim
-                )
-
-    def _computed_advantage(self, td: TensorDictBase, frame: Frame) -> tuple[Tensor, Tensor | None]:
-        """Returns (advantage, value target) from the value estimator, which writes on the copy.
-
-        Raises:
-            RuntimeError: there is no critic to compute it with.
-        """
-        names = self.tensor_keys
-        if self.critic_network is None:
-            raise MissingKeyError(
-                f"advantage {names.advantage!r} not found, and without a critic network it cannot be "
-                f"computed. Keys present: {listing(td)}."
-            )
-        if self._value_estimator is None:
-            logger.info(
-                "%s builds its default value estimator %s; make_value_estimator(...) sets another.",
-                type(self).__name__,
-                self.default_value_estimator,
-            )
-        self.value_estimator(
-            td,
-            params=self._cached_critic_network_params_detached,
-            target_params=self.target_critic_network_params if self._functional else None,
-        )
-        advantage = td.get(names.advantage).detach()
-        if advantage.shape != (*frame.sample, 1):
-            raise ShapeError(
-                f"advantage {names.advantage!r}: the value estimator gave {shown(advantage.shape)}, "
-                f"expected {shown((*frame.sample, 1))}. Give the reward, done and value keys of the "
-                "actions' group with set_keys(...)."
-            )
-        return advantage, td.get(names.value_target)
 
     # --- 4 to 7 objective, entropy, reduce, write -----------------------------------------------
 

@@ -9,6 +9,12 @@ from composite_losses.heads import Behaviour, HeadPlan, Terms
 from composite_losses.losses._frame import Frame
 
 
+def count_rows(bad: Tensor, frame: Frame, active: Tensor | None, position: int) -> int:
+    """Returns the number of bad rows in which both the row and the head count."""
+    bad = bad.flatten(len(frame.sample)).any(-1) if bad.ndim > len(frame.sample) else bad
+    return _count(bad, _head_mask(frame, active, position))
+
+
 def _count(bad: Tensor, mask: Tensor | None) -> int:
     """Returns the number of bad rows that count."""
     if mask is not None:
@@ -37,7 +43,7 @@ def check_actions(
         ConfigError: an action outside the support or range, or forbidden by its action mask.
     """
     for i, head in enumerate(plan.heads):
-        outside = _count(~terms[i].contains(actions[i]), _head_mask(frame, active, i))
+        outside = count_rows(~terms[i].contains(actions[i]), frame, active, i)
         if outside:
             raise ConfigError(
                 f"head {head.name!r}: {outside} stored action(s) under {head.action!r} lie outside "
@@ -55,16 +61,17 @@ def check_policy(
         NonFiniteError: names the head and the number of rows.
     """
     for i, head in enumerate(plan.heads):
-        broken = _count(~current[i].isfinite(), _head_mask(frame, active, i))
+        broken = count_rows(~current[i].isfinite(), frame, active, i)
         if broken:
             raise NonFiniteError(
-                f"head {head.name!r}: the current log-prob is not finite in {broken} row(s): the "
-                "actor gives NaN or infinite distribution parameters there."
+                f"head {head.name!r} ({head.action!r}): the current log-prob is not finite in "
+                f"{broken} row(s): the actor gives NaN or infinite distribution parameters there."
             )
 
 
 def check_behaviour(
     plan: HeadPlan,
+    frame: Frame,
     behaviour: Behaviour | None,
     old: Tensor | None,
     active: Tensor | None,
@@ -83,10 +90,7 @@ def check_behaviour(
             raise NonFiniteError(_message(f"joint log-prob {behaviour.joint_key!r}", bad))
         return
     for i, head in enumerate(plan.heads):
-        valid = mask
-        if active is not None:
-            valid = active[..., i] if valid is None else valid & active[..., i]
-        bad = _count(~old[..., i].isfinite(), valid)
+        bad = count_rows(~old[..., i].isfinite(), frame, active, i)
         if bad:
             raise NonFiniteError(_message(f"head {head.name!r} ({behaviour.keys[i]!r})", bad))
 

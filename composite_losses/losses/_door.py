@@ -35,6 +35,7 @@ MECHANICS: dict[str, Any] = {
     "heads": None,
     "sync_counts": False,
     "metrics": True,
+    "team_value": False,
     "log_explained_variance": True,
     "device": None,
 }
@@ -83,7 +84,8 @@ def translate(options: dict[str, Any], surrogate: Surrogate) -> dict[str, Any]:
     coeff = options.pop("critic_coeff", None)
     keep_value = critic is not None and not (isinstance(coeff, (int, float)) and coeff == 0)
     kind, clip = options.pop("loss_critic_type"), options.pop("clip_value")
-    value = ValueTerm(kind, coeff=1.0 if coeff is None else coeff, clip=clip)
+    norm = options.pop("value_norm", None)
+    value = ValueTerm(kind, coeff=1.0 if coeff is None else coeff, clip=clip, norm=norm)
     bonus = options.pop("entropy_bonus", True)
     samples = options.pop("samples_mc_entropy", 1)
     coefficient = options.pop("entropy_coeff", None)
@@ -155,8 +157,8 @@ class Door(Mixin):
         named = {"actor_network": actor_network, "critic_network": critic_network}
         given = {k: v for k, v in named.items() if v is not None} | options
         values = checked(type(self).__name__, self.options, given)
-        coeff = values.get("critic_coeff")
-        if values["critic_network"] is None and coeff is not None and float(coeff) != 0.0:
+        asked = given.get("critic_coeff", given.get("critic_coef"))
+        if values["critic_network"] is None and asked is not None and float(asked) != 0.0:
             raise TypeError("Missing positional arguments actor_network or critic_network.")
         surrogate = self._surrogate(values)
         super().__init__(**translate(values, surrogate))
@@ -178,7 +180,7 @@ class Door(Mixin):
             value = fresh.coeff.expand(len(self._plan.heads))
             if self.entropy.coeff.ndim == 0:
                 self.entropy.coeff = value.to(self.entropy.coeff).clone()
-        assign(self.entropy, "coeff", value)
+        self.entropy.write(value)
 
     @property
     def critic_coeff(self) -> Tensor | None:

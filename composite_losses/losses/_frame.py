@@ -37,6 +37,11 @@ class Frame:
     mask: Tensor | None
     head_active: dict[int, Tensor]
 
+    @property
+    def root(self) -> torch.Size:
+        """The root's batch size."""
+        return self.sample[: self.root_ndim]
+
     def head_mask(self, position: int) -> Tensor | None:
         """Returns where both the row and the head count, ``[*S]``, or None."""
         return F.combine_masks(self.mask, self.head_active.get(position))
@@ -52,7 +57,8 @@ def sample_shape(
     """Returns the sample shape: the advantage's without its last dim, else the actions' batch size.
 
     Raises:
-        ShapeError: the advantage's last dim is not 1, or its shape is not that of the actions' batch.
+        ShapeError: the advantage's last dim is not 1, or its shape is not that of the actions'
+            batch.
     """
     holder = td.batch_size
     for head in plan.heads:
@@ -159,7 +165,7 @@ def neutralise(
     keys: Iterable[NestedKey],
     frame: Frame,
     *,
-    true_keys: Iterable[NestedKey] = (),
+    one_keys: Iterable[NestedKey] = (),
     keep_finite: bool = False,
 ) -> None:
     """Replaces, in a copy of the data, what rows that do not count hold under ``keys``.
@@ -168,12 +174,13 @@ def neutralise(
         td: the copy.
         keys: what will be read.
         frame: the frame, with its mask.
-        true_keys: boolean entries that become True (action masks); others become 0.
+        one_keys: entries that become 1: distribution parameters that the data hold (a scale of 0
+            has no density), True in action masks; others become 0.
         keep_finite: replace non-finite values only (recurrent nets: the state flows on).
     """
     if frame.mask is None:
         return
-    flags = {as_key(path(key)) for key in true_keys}
+    flags = {as_key(path(key)) for key in one_keys}
     for key in keys:
         value = read(td, key)
         if value is None:
@@ -192,12 +199,12 @@ def _neutral(value: object, frame: Frame, *, fill: bool, keep_finite: bool) -> o
     mask = mask_for(value, frame)
     if mask is None:
         return value
+    substitute = torch.full_like(value, 1 if fill else 0)
     if keep_finite and value.dtype.is_floating_point:
-        return torch.where(mask | value.isfinite(), value, torch.zeros_like(value))
+        return torch.where(mask | value.isfinite(), value, substitute)
     if keep_finite and not fill:
         return value
-    substitute = fill and value.dtype == torch.bool
-    return torch.where(mask, value, torch.full_like(value, substitute))
+    return torch.where(mask, value, substitute)
 
 
 def mask_for(value: Tensor, frame: Frame) -> Tensor | None:
@@ -210,7 +217,7 @@ def mask_for(value: Tensor, frame: Frame) -> Tensor | None:
         if n > root:
             mask = mask.flatten(root).any(-1)
         n = root
-    return mask.reshape(*mask.shape, *(1,) * (value.ndim - n))
+    return mask.reshape(mask.shape + (1,) * (value.ndim - n))
 
 
 def neutralise_trajectory(

@@ -17,7 +17,8 @@ class Inspection(Mixin):
         """Returns ``{"current": …, "behaviour": …}``: log-probs of the stored actions, in nats.
 
         Both parts are nested like the action keys, in the distributions' batch shapes; nothing is
-        summed, and rows that do not count hold 0. The behaviour part is detached; a joint log-prob stands under ``"sample_log_prob"``.
+        summed, and rows that do not count hold 0. The behaviour part is detached; a joint log-prob
+        stands under ``"sample_log_prob"``.
         """
         self._settle(tensordict)
         with loss_context(self):
@@ -28,7 +29,8 @@ class Inspection(Mixin):
             behaviour = find(
                 self._program, self._plan, tensordict, source=self.source, joint_ok=True
             )
-            actions = self._actions(tensordict, frame, terms)
+            active = self._active(frame, terms)
+            actions = self._actions(tensordict, frame, terms, active)
             current = TensorDict({}, batch_size=tensordict.batch_size)
             for i, (head, term) in enumerate(zip(self._plan.heads, terms, strict=True)):
                 value = F.fill(term.log_prob(actions[i]), frame.head_mask(i))

@@ -39,6 +39,8 @@ class AcceptedKeys:
         terminated: the end by termination, under ``"next"``.
         agent_mask: True where an agent (or a row) counts, ``[*S]`` or ``[*S, 1]``.
         head_active: head name → key of a mask, True where that head counts.
+        factor: what multiplies the (standardised) advantage, without gradient, ``[*B, 1]`` or
+            ``[*S, 1]``; 1 where it is absent.
     """
 
     advantage: NestedKey = "advantage"
@@ -51,6 +53,7 @@ class AcceptedKeys:
     terminated: NestedKey = "terminated"
     agent_mask: NestedKey | None = None
     head_active: Mapping[Any, NestedKey] | None = None
+    factor: NestedKey | None = None
 
 
 class Keys(Mixin):
@@ -62,6 +65,7 @@ class Keys(Mixin):
     _columns: dict[str, tuple[NestedKey, int]] | None
     _user_keys: dict[str, Any]
     _selected_in_keys: list[NestedKey] | None
+    _shared_keys: dict[str, NestedKey]
     actor_network: nn.Module
     critic_network: nn.Module | None
 
@@ -89,9 +93,9 @@ class Keys(Mixin):
 
         Args:
             **kwargs: any of advantage, value_target, value, sample_log_prob, action, reward, done,
-                terminated, agent_mask, head_active. ``None`` restores a default. ``action`` and
-                ``sample_log_prob`` take one key or a list with one per head; one action key for a
-                composite actor renames nothing.
+                terminated, agent_mask, head_active, factor. ``None`` restores a default. ``action``
+                and ``sample_log_prob`` take one key or a list with one per head; one action key for
+                a composite actor renames nothing.
 
         Raises:
             ValueError: an unknown name, or a list whose length is not the number of heads.
@@ -142,7 +146,7 @@ class Keys(Mixin):
 
     def _network_keys(self) -> list[NestedKey]:
         """Keys that the networks read from the data."""
-        keys = list(getattr(self.actor_network, "in_keys", []))
+        keys = list(self._program.input_keys)
         if self.critic_network is not None:
             keys += list(self.critic_network.in_keys)  # type: ignore[arg-type]
         return list(dict.fromkeys(as_key(path(key)) for key in keys))
@@ -171,8 +175,9 @@ class Keys(Mixin):
         keys += self._own_in_keys()
         if self.value_type == getattr(ValueEstimators, "VTrace", None):
             keys += key_list(names.sample_log_prob)
-            keys += [as_key(("next", *path(k))) for k in getattr(self.actor_network, "in_keys", [])]
+            keys += [as_key(("next", *path(k))) for k in self._program.input_keys]
         keys += [*optional, *required, *self._head_active_keys().values()]
+        keys += [] if names.factor is None else [names.factor]
         return list(dict.fromkeys(as_key(path(key)) for key in keys))
 
     @in_keys.setter
@@ -184,7 +189,8 @@ class Keys(Mixin):
         if self.critic_network is None:
             return []
         names = (self.tensor_keys.reward, self.tensor_keys.done, self.tensor_keys.terminated)
-        return [as_key(("next", *path(name))) for name in names]
+        # a group's own entries, and the root's that stand in for them
+        return [as_key(("next", *path(name))) for name in (*names, *self._shared_keys.values())]
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Any:
         """Builds the value estimator that computes the advantage where the data hold none.

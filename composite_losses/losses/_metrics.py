@@ -43,7 +43,7 @@ def ratio_metrics(samples: Samples, surrogate: Surrogate) -> dict[str, Tensor]:
 def head_ratio_metrics(
     samples: Samples, surrogate: Surrogate, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """Returns ``kl_approx/<head>`` and ``clip_fraction/<head>``; NaN where only a joint log-prob is known."""
+    """Returns ``kl_approx/<head>`` and ``clip_fraction/<head>``; NaN for a joint log-prob."""
     if samples.joint_only:
         nan = samples.log_prob.new_full((), float("nan"))
         return {f"{metric}/{name}": nan.clone() for metric in HEAD_METRICS for name in names}
@@ -59,7 +59,7 @@ def head_ratio_metrics(
 
 
 def entropy_metrics(entropy: Tensor, samples: Samples, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Returns ``entropy`` (nats, summed over the heads) and, for several heads, ``entropy/<head>``."""
+    """Returns ``entropy`` (nats, summed over heads) and, for several, ``entropy/<head>``."""
     entropy = entropy.detach()
     out = {"entropy": F.masked_mean(F.entropy_sum(entropy, 1.0, samples.active), samples.mask)}
     if len(names) > 1:
@@ -69,7 +69,7 @@ def entropy_metrics(entropy: Tensor, samples: Samples, names: tuple[str, ...]) -
 
 
 def all_reduced_count(count: Tensor) -> Tensor:
-    """Returns the mean valid count over the ranks, so that averaged gradients are those of the whole batch."""
+    """Returns the ranks' mean valid count: averaged gradients are the whole batch's."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return count
     total = count.clone()

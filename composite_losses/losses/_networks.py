@@ -15,6 +15,20 @@ from composite_losses.errors import ConfigError
 from composite_losses.heads.keys import as_key, path
 from composite_losses.losses._torchrl import Mixin
 
+# modules that draw random numbers in train mode, whatever their options
+RANDOM_MODULES = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+def draws_random(module: nn.Module) -> bool:
+    """Returns whether the module draws random numbers in train mode."""
+    if isinstance(module, nn.RNNBase):
+        return module.dropout > 0 and module.num_layers > 1
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout > 0
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    return isinstance(module, RANDOM_MODULES)
+
 
 class Networks(Mixin):
     """Mixin of a loss: its networks and their parameters."""
@@ -114,7 +128,7 @@ class Networks(Mixin):
 def _convert(
     tree: TensorDictParams, fn: Callable[[Tensor], Tensor], replaced: dict[int, Tensor]
 ) -> None:
-    """Converts the tensors of a parameter tree, keeping each Parameter object where it can live on."""
+    """Converts a parameter tree's tensors, keeping Parameter objects that can live on."""
     inner = tree._param_td
     inner._erase_cache()
     flat: dict[tuple[str, ...], Tensor] = {}

@@ -1,7 +1,8 @@
-"""The policy side of a batch: actions, log-probs, behaviour, advantage → what the surrogate sees."""
+"""The policy side of a batch: from the data to the samples that the surrogate sees."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from composite_losses.heads import Behaviour, Terms, find
 from composite_losses.heads.chain import detached, stored_action
 from composite_losses.heads.keys import read, read_tensor
 from composite_losses.heads.shapes import fit_action, per_sample, shown, sum_event
+from composite_losses.heads.terms import in_float32
 from composite_losses.losses._checks import check_actions, check_behaviour, check_policy
 from composite_losses.losses._frame import Frame, mask_for
-from composite_losses.losses._torchrl import Mixin
+from composite_losses.losses._torchrl import Mixin, loss_context
 from composite_losses.losses.samples import Samples
 
 
@@ -31,20 +33,28 @@ class PolicySide(Mixin):
         missing = [head for head in self._plan.heads if head.slot not in found]
         if missing:
             raise MissingKeyError(
-                f"head {missing[0].name!r}: the actor's distribution has no {missing[0].slot!r}; it "
-                f"has {', '.join(map(repr, found))}."
+                f"head {missing[0].name!r}: the actor's distribution has no {missing[0].slot!r}; "
+                f"it has {', '.join(map(repr, found))}."
             )
         return [found[head.slot] for head in self._plan.heads]
 
-    def _actions(self, td: TensorDictBase, frame: Frame, terms: list[Terms]) -> list[Tensor]:
+    def _actions(
+        self,
+        td: TensorDictBase,
+        frame: Frame,
+        terms: list[Terms],
+        active: Tensor | None,
+    ) -> list[Tensor]:
         """Returns the stored actions as their distributions expect them, safe where masked."""
         actions = []
         for position, (head, term) in enumerate(zip(self._plan.heads, terms, strict=True)):
             action = self._stored_action(td, position)
             action = fit_action(action, term.batch_shape, term.event_shape, key=head.action)
-            mask = frame.head_mask(position)
+            mask = frame.mask
+            if active is not None:
+                mask = F.combine_masks(mask, active[..., position])
             if mask is not None:
-                wide = mask.reshape(*mask.shape, *(1,) * (action.ndim - mask.ndim))
+                wide = mask.reshape(mask.shape + (1,) * (action.ndim - mask.ndim))
                 neutral = torch.as_tensor(term.neutral(), device=action.device)
                 action = torch.where(wide, action, neutral.to(action.dtype))
             actions.append(action)
@@ -74,12 +84,12 @@ class PolicySide(Mixin):
         fresh_target: Tensor | None,
     ) -> tuple[Samples, list[Terms]]:
         """Returns the tensors that the surrogate sees."""
-        actions = self._actions(original, frame, terms)
         active = self._active(frame, terms)
+        actions = self._actions(original, frame, terms, active)
         if self.validate:
             check_actions(self._plan, frame, terms, actions, active)
         current = [t.log_prob(a) for t, a in zip(terms, actions, strict=True)]
-        parameters = self._blended_parameters(original, td, frame)
+        parameters = self._blended_parameters(original, td, frame, active)
         behaviour = None
         if self.surrogate.uses_ratio:
             behaviour = find(
@@ -94,10 +104,14 @@ class PolicySide(Mixin):
         log_prob, old = self._aligned(frame, current, behaviour, actions, active, mask)
         if self.validate:
             check_policy(self._plan, frame, current, active)
-            check_behaviour(self._plan, behaviour, old, active, mask)
+            check_behaviour(self._plan, frame, behaviour, old, active, mask)
+        scaled = self._advantages(advantage, frame, mask, fresh_target)
+        factor = self._factor(original, frame, mask)
+        if factor is not None:
+            scaled = scaled * (factor if scaled.ndim == factor.ndim else factor.unsqueeze(-1))
         samples = Samples(
             log_prob=log_prob,
-            advantage=self._advantages(advantage, frame, mask, fresh_target),
+            advantage=scaled,
             mask=mask,
             active=active,
             cap=self.max_importance_ratio,
@@ -118,16 +132,28 @@ class PolicySide(Mixin):
         return samples, terms
 
     def _blended_parameters(
-        self, original: TensorDictBase, td: TensorDictBase, frame: Frame
+        self,
+        original: TensorDictBase,
+        td: TensorDictBase,
+        frame: Frame,
+        active: Tensor | None,
     ) -> TensorDictBase | None:
-        """Returns the stored distribution parameters, the current ones in rows that do not count."""
-        if frame.mask is None:
+        """Returns the stored parameters, the current ones in rows that do not count."""
+        if frame.mask is None and active is None:
             return None
         stored = TensorDict({}, batch_size=original.batch_size)
         for key in self._program.parameter_keys:
             value, now = read(original, key), read(td, key)
             if value is not None:
-                stored.set(key, _blend(value, now, frame))
+                stored.set(key, value if frame.mask is None else _blend(value, now, frame))
+        if active is None:
+            return stored
+        for position, head in enumerate(self._plan.heads):
+            narrow = replace(frame, mask=F.combine_masks(frame.mask, active[..., position]))
+            for key in self._program.keys_of(head.slot):
+                value, now = read(stored, key), read(td, key)
+                if value is not None:
+                    stored.set(key, _blend(value, now, narrow))
         return stored
 
     def _active(self, frame: Frame, terms: list[Terms]) -> Tensor | None:
@@ -153,7 +179,7 @@ class PolicySide(Mixin):
         active: Tensor | None,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns current ``[*S, H]`` and behaviour log-prob (``[*S]`` if joint), 0 where masked."""
+        """Returns current ``[*S, H]`` and behaviour log-prob (``[*S]`` if joint), masked 0."""
         names = self.tensor_keys
         now, old = [], []
         for i, head in enumerate(self._plan.heads):
@@ -163,7 +189,7 @@ class PolicySide(Mixin):
                     stored = behaviour.rebuilt[i].log_prob(actions[i])  # type: ignore[union-attr]
             key = head.action if behaviour is None else behaviour.keys[i]
             if stored is not None:
-                stored = _as_float(stored)
+                stored = in_float32(stored)
             a, b = per_sample(
                 current[i],
                 stored,
@@ -181,7 +207,7 @@ class PolicySide(Mixin):
         if behaviour is None:
             return log_prob, None
         if behaviour.joint is not None:
-            joint = _as_float(behaviour.joint)
+            joint = in_float32(behaviour.joint)
             if joint.shape == (*frame.sample, 1):
                 joint = joint.squeeze(-1)
             if joint.shape != frame.sample:
@@ -253,6 +279,40 @@ class PolicySide(Mixin):
             )
         return torch.stack([c for c in columns if c is not None], -1)
 
+    def _factor(self, td: TensorDictBase, frame: Frame, mask: Tensor | None) -> Tensor | None:
+        """Returns what multiplies the advantage, ``[*S]``, without gradient, or None.
+
+        Raises:
+            ShapeError: it has another shape than ``[*S, 1]`` or ``[*B, 1]``.
+        """
+        key = self.tensor_keys.factor
+        factor = None if key is None else read_tensor(td, key)
+        if factor is None:
+            return None
+        factor, root = factor.detach(), frame.root
+        if factor.shape == (*root, 1) and frame.sample != root:
+            extra = (1,) * (len(frame.sample) - len(root))
+            factor = factor.reshape(*root, *extra, 1).expand(*frame.sample, 1)
+        if factor.shape != (*frame.sample, 1):
+            raise ShapeError(
+                f"factor {key!r}: expected shape {shown((*root, 1))} or "
+                f"{shown((*frame.sample, 1))}, found {shown(factor.shape)}."
+            )
+        return F.fill(factor.squeeze(-1), mask)
+
+    def _behaviour_log_ratio(self, tensordict: TensorDictBase) -> Tensor:
+        """Returns log(π/π_behaviour) of the stored actions, ``[*S]``, 0 where masked."""
+        self._settle(tensordict)
+        with torch.no_grad(), loss_context(self):
+            td = tensordict.copy()
+            frame = self._frame(td, self._stored_advantage(td))
+            self._neutralise(td, frame, for_advantage=False)
+            zeros = torch.zeros((*frame.sample, 1), device=td.device)
+            found = self._run_actor(td)
+            samples, _ = self._samples(tensordict, td, frame, found, zeros, None, None)
+            samples.cap = None
+            return samples.behaviour_log_ratio
+
     def _normalised(
         self,
         advantage: Tensor,
@@ -270,11 +330,6 @@ class PolicySide(Mixin):
                 advantage, mask, root_ndim=frame.root_ndim, fresh_target=fresh_target
             )
         return advantage.squeeze(-1)
-
-
-def _as_float(value: Tensor) -> Tensor:
-    """Returns a stored log-prob in float32 where it was kept in half precision."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def _blend(stored: Any, now: Any, frame: Frame) -> Any:

@@ -26,6 +26,8 @@ ESTIMATORS = tuple(
     for name in ("TD0", "TD1", "TDLambda", "GAE", "MAGAE", "VTrace")
     if hasattr(ValueEstimators, name)
 )
+# broadcasts a team's reward over per-agent values
+MULTI_AGENT_GAE = getattr(ValueEstimators, "MAGAE", ValueEstimators.GAE)
 # A finite substitute for −∞ that is soft enough to leave weight must go through the class itself.
 HARD = -1e6
 
@@ -157,6 +159,7 @@ INSTANCES.update(
 __all__ = [
     "AUTO_MASK_KEYS",
     "ESTIMATORS",
+    "MULTI_AGENT_GAE",
     "ExplorationType",
     "LossModule",
     "Mixin",

@@ -29,14 +29,14 @@ class ValueSide(Mixin):
             KeyError: the value target, or with value clipping the old value, is not there.
         """
         td = tensordict.copy()
-        error, clipped, value, target = self._value_error(tensordict, td, None)
+        error, clipped, value, target, _ = self._value_error(tensordict, td, None)
         fraction = None if clipped is None else clipped.to(error.dtype).mean()
         return error, fraction, self._explained(value, target, None)
 
     def _value_error(
         self, original: TensorDictBase, td: TensorDictBase, frame: Frame | None
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """Returns (coeff · error, where clipped, value, target), ``[*S, 1]`` each, masked rows 0."""
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+        """Returns (coeff · error, where clipped, value, target), ``[*S, 1]``, and their mask."""
         names, critic, term = self.tensor_keys, self.critic_network, self.value
         if critic is None or term is None:
             raise MissingKeyError(f"{type(self).__name__} has no critic network.")
@@ -45,9 +45,10 @@ class ValueSide(Mixin):
         target = read_tensor(td, names.value_target)
         if target is None:
             raise MissingKeyError(
-                f"the key {names.value_target} was not found in the input tensordict. Keys present: "
-                f"{listing(original)}. Fix: run an advantage module (GAE writes 'value_target'), or "
-                "name the entry with set_keys(value_target=...)."
+                f"the key {names.value_target} was not found in the input tensordict. Keys "
+                f"present: {listing(original)}. Fix: run an advantage module (GAE writes "
+                "'value_target'), "
+                "or name the entry with set_keys(value_target=...)."
             )
         old = None
         if term.clip is not None:
@@ -70,12 +71,14 @@ class ValueSide(Mixin):
                 f"the key {names.value} was not found in the critic output tensordict. Make sure "
                 f"that the 'value_key' passed to {self.label} is accurate: set_keys(value=...)."
             )
-        self._check_value_shapes(value, target, old, frame)
         mask = None if frame is None else frame.mask
+        if self.team_value and frame is not None:
+            value, old, mask = _as_team(value, target, old, frame)
+        self._check_value_shapes(value, target, old, frame)
         value, target = F.fill(value, mask), F.fill(target, mask)
         old = None if old is None else F.fill(old, mask)
-        error, clipped = term(value, target, old)
-        return F.fill(error, mask), clipped, value, target
+        error, clipped = term(value, target, old, mask)
+        return F.fill(error, mask), clipped, value, target, mask
 
     def _check_value_shapes(
         self, value: Tensor, target: Tensor, old: Tensor | None, frame: Frame | None
@@ -83,6 +86,8 @@ class ValueSide(Mixin):
         """Raises ShapeError unless value, target and old value are ``[*S, 1]``."""
         names = self.tensor_keys
         expected = value.shape if frame is None else torch.Size((*frame.sample, 1))
+        if self.team_value and frame is not None and target.shape == (*frame.root, 1):
+            expected = target.shape
         entries = [
             (f"critic output {names.value!r}", value),
             (f"value target {names.value_target!r}", target),
@@ -93,8 +98,8 @@ class ValueSide(Mixin):
             if tensor.shape != expected:
                 raise ShapeError(
                     f"{what}: expected shape {shown(expected)} (one value per sample), found "
-                    f"{shown(tensor.shape)}. Nothing is broadcast: give the critic's output and the "
-                    "target the advantage's shape [*S, 1]."
+                    f"{shown(tensor.shape)}. Nothing is broadcast: give the critic's output and "
+                    "the target the advantage's shape [*S, 1]."
                 )
 
     def _explained(self, value: Tensor, target: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -109,14 +114,33 @@ class ValueSide(Mixin):
         self, original: TensorDictBase, td: TensorDictBase, frame: Frame
     ) -> dict[str, Tensor]:
         """Returns the value loss and its metrics."""
-        error, clipped, value, target = self._value_error(original, td, frame)
-        out = {self.value_key: self._reduced(error.squeeze(-1), frame.mask)}
+        error, clipped, value, target, mask = self._value_error(original, td, frame)
+        out = {self.value_key: self._reduced(error.squeeze(-1), mask)}
         if not self.metrics:
             return out
-        explained = self._explained(value, target, frame.mask)
+        explained = self._explained(value, target, mask)
         if explained is not None:
             out["explained_variance"] = explained
         if clipped is not None:
             fraction = clipped.squeeze(-1).to(error.dtype)
-            out["value_clip_fraction"] = F.masked_mean(fraction, frame.mask)
+            out["value_clip_fraction"] = F.masked_mean(fraction, mask)
         return out
+
+
+def _as_team(
+    value: Tensor, target: Tensor, old: Tensor | None, frame: Frame
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns (value, old value, mask) of a team critic, ``[*B, 1]``, in the target's shape.
+
+    A team target counts where any agent counts; per-agent targets see the team's value each.
+    """
+    root, sample = frame.root, frame.sample
+    if target.shape == (*root, 1) and len(sample) > len(root):
+        mask = None if frame.mask is None else frame.mask.flatten(len(root)).any(-1)
+        return value, old, mask
+    extra = (1,) * (len(sample) - len(root))
+    if value.shape == (*root, 1):
+        value = value.reshape(*root, *extra, 1).expand(*sample, 1)
+    if old is not None and old.shape == (*root, 1):
+        old = old.reshape(*root, *extra, 1).expand(*sample, 1)
+    return value, old, frame.mask

@@ -8,7 +8,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from composite_losses.losses._base import BaseLoss
-from composite_losses.losses._door import CRITIC_COEFF, ENTROPY, MECHANICS, VALUE, Door
+from composite_losses.losses._door import ENTROPY, MECHANICS, VALUE, Door
 from composite_losses.losses._torchrl import loss_context
 from composite_losses.losses.surrogates import Score, Surrogate
 
@@ -22,14 +22,16 @@ class A2CLoss(Door, BaseLoss):
     label = "A2C"
     options: ClassVar[dict[str, Any]] = {
         **ENTROPY,
-        **CRITIC_COEFF,
+        "critic_coeff": 1.0,
         **VALUE,
         "advantage_norm": None,
         **MECHANICS,
     }
 
     def _surrogate(self, options: dict[str, Any]) -> Surrogate:
-        """Returns the score function."""
+        """Returns the score function; without a coefficient there is no value loss."""
+        if options["critic_coeff"] is None:
+            options["critic_coeff"] = 0.0
         return Score()
 
     def _log_probs(self, tensordict: TensorDictBase) -> tuple[Tensor, list[Any]]:
@@ -39,7 +41,8 @@ class A2CLoss(Door, BaseLoss):
             td = tensordict.copy()
             frame = self._frame(td, None)
             terms = self._run_actor(td)
-            actions = self._actions(tensordict, frame, terms)
+            active = self._active(frame, terms)
+            actions = self._actions(tensordict, frame, terms, active)
             current = [t.log_prob(a) for t, a in zip(terms, actions, strict=True)]
-            log_prob, _ = self._aligned(frame, current, None, actions, None, frame.mask)
+            log_prob, _ = self._aligned(frame, current, None, actions, active, frame.mask)
         return log_prob.sum(-1, keepdim=True), terms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -15,17 +16,13 @@ from composite_losses.heads.families import CategoricalTerms
 from composite_losses.heads.keys import path, read
 from composite_losses.heads.shapes import shown
 from composite_losses.losses._base import BaseLoss
+from composite_losses.losses._checks import count_rows
 from composite_losses.losses._frame import Frame
+from composite_losses.losses._networks import draws_random
 from composite_losses.losses._torchrl import loss_context
 
 # what float32 arithmetic in another order may leave
 TOLERANCE = 1e-4
-RANDOM_MODULES = (
-    nn.modules.dropout._DropoutNd,
-    nn.RReLU,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-)
 
 
 @dataclass
@@ -36,7 +33,8 @@ class Diagnosis:
         sources: head → ``"stored"``, ``"joint"`` or ``"params"``.
         max_abs_log_ratio: head → largest |log π − log π_behaviour| in nats over the rows that count
             (for a joint log-prob one value, under every head).
-        non_finite: head → number of rows that count whose behaviour or current log-prob is not finite.
+        non_finite: head → number of rows that count whose behaviour or current log-prob is not
+            finite.
         masked_fraction: fraction of the rows that do not count, in [0, 1].
         reasons: sentences; empty when all is well.
         heads: head → (action key, action shape, log-prob key, log-prob shape), for reading.
@@ -82,12 +80,13 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
         MissingKeyError: no behaviour log-prob can be found for a head.
     """
     loss._settle(tensordict)
-    with torch.no_grad(), loss_context(loss):
+    with torch.no_grad(), loss_context(loss), unchanged_buffers(loss):
         td = tensordict.copy()
         frame = loss._frame(td, loss._stored_advantage(td))
         loss._neutralise(td, frame, for_advantage=False)
         terms = loss._run_actor(td)
-        parameters = loss._blended_parameters(tensordict, td, frame)
+        active = loss._active(frame, terms)
+        parameters = loss._blended_parameters(tensordict, td, frame, active)
         behaviour = find(
             loss._program,
             loss._plan,
@@ -96,9 +95,8 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
             joint_ok=not loss.surrogate.uses_heads,
             parameters=parameters,
         )
-        actions = loss._actions(tensordict, frame, terms)
+        actions = loss._actions(tensordict, frame, terms, active)
         current = [t.log_prob(_inside(t, a)) for t, a in zip(terms, actions, strict=True)]
-        active = loss._active(frame, terms)
         now, old = loss._aligned(frame, current, behaviour, actions, active, frame.mask)
         report = _measured(loss, tensordict, frame, behaviour, now, old, active)
         off = any(not value <= TOLERANCE for value in report.max_abs_log_ratio.values())
@@ -113,10 +111,23 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
             worst = max(report.max_abs_log_ratio, key=lambda n: report.max_abs_log_ratio[n])
             reasons.append(
                 f"head {worst!r}: the current log-prob differs from the behaviour one by up to "
-                f"{report.max_abs_log_ratio[worst]:.3g} nats: the weights have moved since the data "
-                "were collected, or another policy collected them."
+                f"{report.max_abs_log_ratio[worst]:.3g} nats: the weights have moved since the "
+                "data were collected, or another policy collected them."
             )
     return report
+
+
+@contextmanager
+def unchanged_buffers(loss: BaseLoss) -> Iterator[None]:
+    """Context that ends with the buffers (running statistics) as they were at its start."""
+    networks = (loss.actor_network, loss.actor_network_params)
+    buffers = [b for m in networks if m is not None for b in m.buffers()]
+    before = [b.clone() for b in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
 
 
 def _inside(term: Terms, action: Tensor) -> Tensor:
@@ -178,10 +189,11 @@ def _random_reasons(actor: nn.Module) -> Iterator[str]:
     for name, module in actor.named_modules():
         if not module.training:
             continue
-        if isinstance(module, RANDOM_MODULES) and getattr(module, "p", 1.0) > 0:
+        if draws_random(module):
             yield (
-                f"module {name!r} ({type(module).__name__}) is in train mode and draws random numbers "
-                "(dropout): the network that scores is not the one that acted. Call loss.eval()."
+                f"module {name!r} ({type(module).__name__}) is in train mode and draws random "
+                "numbers (dropout): the network that scores is not the one that acted. Call "
+                "loss.eval()."
             )
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             yield (
@@ -200,14 +212,7 @@ def _support_reasons(
 ) -> Iterator[str]:
     """Yields actions outside their support, and actions that an action mask forbids."""
     for i, head in enumerate(loss._plan.heads):
-        outside = ~terms[i].contains(actions[i])
-        mask = frame.head_mask(i)
-        if active is not None:
-            mask = active[..., i] if mask is None else mask & active[..., i]
-        if mask is not None:
-            extra = outside.ndim - mask.ndim
-            outside = outside & mask.reshape(*mask.shape, *(1,) * extra)
-        count = int(outside.sum())
+        count = count_rows(~terms[i].contains(actions[i]), frame, active, i)
         if not count:
             continue
         term = terms[i]
@@ -218,8 +223,8 @@ def _support_reasons(
             )
         else:
             yield (
-                f"head {head.name!r}: {count} stored action(s) under {head.action!r} lie outside the "
-                "distribution's support."
+                f"head {head.name!r}: {count} stored action(s) under {head.action!r} lie outside "
+                "the distribution's support."
             )
 
 
@@ -229,25 +234,29 @@ def _clipping_reasons(
     """Yields heads whose continuous actions pile up at their bounds."""
     for i, head in enumerate(loss._plan.heads):
         action = actions[i]
-        if not action.dtype.is_floating_point or isinstance(terms[i], CategoricalTerms):
+        if not action.dtype.is_floating_point or terms[i].discrete:
             continue
         mask = frame.head_mask(i)
         flat = action if mask is None else action[mask]
         flat = flat.reshape(-1, action.shape[-1] if terms[i].event_shape else 1)
+        if flat.shape[0] == 0:
+            continue
+        low, high = flat.amin(0, keepdim=True), flat.amax(0, keepdim=True)
+        at_low, at_high = flat == low, flat == high
+        spread = low != high
+        # a continuous sample hardly ever repeats its own extreme
+        at_bound = (at_low & spread & (at_low.sum(0) > 1)) | (
+            at_high & spread & (at_high.sum(0) > 1)
+        )
         bounds = terms[i].bounds
         if bounds is not None:
-            at_bound = (flat <= bounds[0]) | (flat >= bounds[1])
-        else:
-            low, high = flat.amin(0, keepdim=True), flat.amax(0, keepdim=True)
-            at_low, at_high = flat == low, flat == high
-            repeated = (at_low.sum(0) > 1) & (low != high), (at_high.sum(0) > 1) & (low != high)
-            at_bound = (at_low & repeated[0]) | (at_high & repeated[1])
+            at_bound = at_bound | (flat <= bounds[0]) | (flat >= bounds[1])
         count = int(at_bound.sum())
         if count:
             yield (
-                f"head {head.name!r}: {count} value(s) of {head.action!r} sit exactly at their bounds: "
-                "the stored action was clipped after it was sampled. Store the sampled action and let "
-                "the environment clip its own copy."
+                f"head {head.name!r}: {count} value(s) of {head.action!r} sit exactly at their "
+                "bounds: the stored action was clipped after it was sampled. Store the sampled "
+                "action and let the environment clip its own copy."
             )
 
 
@@ -276,8 +285,8 @@ def _key_reasons(
                 continue
             if now.numel() and bool(((value - now[..., i]).abs() <= TOLERANCE).all()):
                 yield (
-                    f"head {head.name!r}: key {key!r} looks wrong: {other!r} holds exactly the log-prob "
-                    "of the current policy. Set it with set_keys(sample_log_prob=...)."
+                    f"head {head.name!r}: key {key!r} looks wrong: {other!r} holds exactly the "
+                    "log-prob of the current policy. Set it with set_keys(sample_log_prob=...)."
                 )
                 break
         else:
@@ -285,8 +294,8 @@ def _key_reasons(
             discrete = isinstance(terms[i], CategoricalTerms)
             if discrete and bool((stored > TOLERANCE).any()):
                 yield (
-                    f"head {head.name!r}: key {key!r} looks wrong: it holds positive values, which no "
-                    "discrete log-prob has (probabilities, or another quantity?)."
+                    f"head {head.name!r}: key {key!r} looks wrong: it holds positive values, "
+                    "which no discrete log-prob has (probabilities, or another quantity?)."
                 )
 
 
@@ -308,9 +317,9 @@ def _parameter_reasons(
         )
         if same and off:
             yield (
-                f"the stored parameters {key!r} equal the current ones, yet the log-probs differ: the "
-                "action or the log-prob entry does not belong to these parameters, or the parameters "
-                "were overwritten by the current policy."
+                f"the stored parameters {key!r} equal the current ones, yet the log-probs differ: "
+                "the action or the log-prob entry does not belong to these parameters, or the "
+                "parameters were overwritten by the current policy."
             )
 
 

@@ -24,6 +24,8 @@ class ValueTerm(nn.Module):
         coeff: coefficient of the term.
         clip: largest change of the value from the stored one, in the value's units; the worse of
             both errors counts (Engstrom et al. 2020).
+        norm: a TorchRL ``ValueNorm``: the error (and the clip) is between normalised values. It is
+            updated in training mode, with the targets that count.
 
     Raises:
         ConfigError: an unknown kind, or a clip that is not a number.
@@ -33,24 +35,55 @@ class ValueTerm(nn.Module):
     clip: Tensor | None
 
     def __init__(
-        self, kind: str = "smooth_l1", *, coeff: float = 1.0, clip: float | None = None
+        self,
+        kind: str = "smooth_l1",
+        *,
+        coeff: float = 1.0,
+        clip: float | None = None,
+        norm: nn.Module | None = None,
     ) -> None:
         """Validates the options and registers them as buffers."""
         super().__init__()
         if kind not in KINDS:
             raise ConfigError(f"kind of value loss: expected one of {KINDS}, found {kind!r}.")
         self.kind = kind
+        self.norm = norm
         self.register_buffer("coeff", scalar("critic_coeff", coeff).clone())
         self.register_buffer("clip", None if clip is None else scalar("clip_value", clip).clone())
 
     def forward(
-        self, value: Tensor, target: Tensor, old_value: Tensor | None = None
+        self,
+        value: Tensor,
+        target: Tensor,
+        old_value: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns (coeff · error, where it was clipped or None), in the value's shape."""
+        """Returns (coeff · error, where it was clipped or None), in the value's shape.
+
+        Args:
+            value: the critic's output, ``[*S, 1]``.
+            target: what it should be, ``[*S, 1]``.
+            old_value: the behaviour critic's, ``[*S, 1]``.
+            mask: ``[*S]``, True where a row counts: what the normaliser learns from.
+        """
+        if self.norm is not None:
+            self._learn(target, mask)
+            value, target = self.norm.normalize(value), self.norm.normalize(target)
+            old_value = None if old_value is None else self.norm.normalize(old_value)
         if self.clip is None or old_value is None:
             return self.coeff * F.value_error(value, target, self.kind), None
         error, clipped = F.clipped_value_error(value, old_value, target, self.clip, self.kind)
         return self.coeff * error, clipped
+
+    def _learn(self, target: Tensor, mask: Tensor | None) -> None:
+        """Updates the normaliser with the targets that count, in training mode."""
+        if self.norm is None or not self.training:
+            return
+        if mask is not None:
+            # exempt from the rule against boolean indexing: a normaliser sees valid rows only
+            target = target[mask]
+        if target.numel():
+            self.norm.update(target.detach())
 
 
 class EntropyTerm(nn.Module):
@@ -112,20 +145,32 @@ class EntropyTerm(nn.Module):
         self._look()
 
     def _look(self) -> None:
-        """Reads the coefficient back if it was written since the last look."""
-        if self.coeff.device.type != "meta" and self.coeff._version != self._checked:
+        """Reads the coefficient back: whether it is 0."""
+        if self.coeff.device.type != "meta":
             self._off = not bool(self.coeff.any())
             self._checked = self.coeff._version
 
+    def write(self, value: float | Tensor) -> None:
+        """Writes the coefficient in place."""
+        with torch.no_grad():
+            given = torch.as_tensor(value)
+            self.coeff.copy_(given.to(self.coeff))
+        self._off = given.device.type != "meta" and not bool(given.any())
+        self._checked = self.coeff._version
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loads the coefficient and looks whether it is 0."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self._look()
+
     @property
     def off(self) -> bool:
-        """Whether every coefficient is 0, so that the entropy is only a metric.
+        """Whether every coefficient is known to be 0, so that the entropy is only a metric.
 
-        The buffer is read back when it was written since the last look, not at every call.
+        A buffer that was written in place by other means counts as not 0: to read it back would
+        wait for the device.
         """
-        if not torch.compiler.is_compiling():
-            self._look()
-        return self._off
+        return self._off and (torch.compiler.is_compiling() or self.coeff._version == self._checked)
 
     def forward(self, entropy: Tensor, active: Tensor | None) -> Tensor:
         """Returns the loss −Σ coeff_h H_h of ``entropy [*S, H]``, ``[*S]``."""
@@ -166,8 +211,8 @@ class AdvantageScale(nn.Module):
     """Advantage divided by the running scale of the value targets.
 
     Args:
-        norm: a TorchRL ``ValueNorm``, updated in training mode with the valid value targets that the
-            loss itself has just computed.
+        norm: a TorchRL ``ValueNorm``, updated in training mode with the valid value targets that
+            the loss itself has just computed.
     """
 
     def __init__(self, norm: nn.Module) -> None:

@@ -47,6 +47,7 @@ class PolicyLoss(BaseLoss):
         heads: head name → (key, column), where the data hold the heads stacked in one entry.
         sync_counts: whether masked means count the valid rows of all ranks.
         metrics: whether metrics are computed.
+        team_value: whether the critic gives one value ``[*B, 1]`` for all agents of the group.
         log_explained_variance: whether ``explained_variance`` is one of them.
         device: device of the coefficients; the parameters' by default.
 
@@ -79,6 +80,7 @@ class PolicyLoss(BaseLoss):
         heads: Mapping[str, tuple[NestedKey, int]] | None = None,
         sync_counts: bool = False,
         metrics: bool = True,
+        team_value: bool = False,
         log_explained_variance: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
@@ -100,6 +102,7 @@ class PolicyLoss(BaseLoss):
             heads=heads,
             sync_counts=sync_counts,
             metrics=metrics,
+            team_value=team_value,
             log_explained_variance=log_explained_variance,
             device=device,
         )

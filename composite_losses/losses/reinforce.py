@@ -26,7 +26,8 @@ class ReinforceLoss(Door, BaseLoss):
 
     The stored actions are scored: nothing is resampled. The critic is optional. Without one, and
     without an ``advantage`` entry, the reward-to-go within each trajectory serves, along the dim
-    named "time" (else the last batch dim), cut at ``done``; in reward units, discounted by ``gamma``
+    named "time" (else the last batch dim), cut at ``done``; in reward units, discounted by
+    ``gamma``
     per step. Outputs ``loss_actor``, and ``loss_value`` with a critic; ``loss_entropy`` where an
     ``entropy_coeff`` is given.
 
@@ -35,8 +36,8 @@ class ReinforceLoss(Door, BaseLoss):
     Args:
         gamma: discount per step, in [0, 1].
         baseline: ``"none"``; ``"mean"`` subtracts the mean over batch and time;
-            ``"leave_one_out"`` the mean of the other trajectories (first batch dim) at the same step
-            (Kool et al. 2019).
+            ``"leave_one_out"`` the mean of the other trajectories (first batch dim) at the same
+            step (Kool et al. 2019).
         entropy_coeff: entropy coefficient, a number or a mapping by head; None for no bonus.
 
     Raises:
@@ -79,7 +80,8 @@ class ReinforceLoss(Door, BaseLoss):
         """Keys that an advantage is computed from."""
         if self.critic_network is not None:
             return super()._return_keys()
-        names = (self.tensor_keys.reward, self.tensor_keys.done)
+        shared = [self._shared_keys[k] for k in ("reward", "done") if k in self._shared_keys]
+        names = (self.tensor_keys.reward, self.tensor_keys.done, *shared)
         return [as_key(("next", *path(name))) for name in names]
 
     def _computed_advantage(self, td: TensorDictBase, frame: Frame) -> tuple[Tensor, Tensor | None]:
@@ -95,8 +97,8 @@ class ReinforceLoss(Door, BaseLoss):
             returns = F.reward_to_go(reward, done, self._discount, dim=dim, mask=frame.mask)
         if self.baseline == "leave_one_out" and (dim is None or dim == 0):
             raise ShapeError(
-                "baseline='leave_one_out' needs several trajectories: a batch dim before the time dim, "
-                f"found batch size {shown(td.batch_size)}."
+                "baseline='leave_one_out' needs several trajectories: a batch dim before the time "
+                f"dim, found batch size {shown(td.batch_size)}."
             )
         base = F.baseline(returns, self.baseline, frame.mask, dim=dim if dim is not None else -1)
         return (returns - base).unsqueeze(-1), None

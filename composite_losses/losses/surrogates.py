@@ -1,8 +1,8 @@
 """Surrogate parts: the policy objective of a loss, with the options it owns.
 
 A surrogate is a module whose ``forward(samples)`` returns the objective to maximise, ``[*S]``. Its
-coefficients are buffers: they follow ``.to()``, live in the ``state_dict``, can be scheduled in place
-and do not recompile a compiled loss.
+coefficients are buffers: they follow ``.to()``, live in the ``state_dict``, can be scheduled in
+place and do not recompile a compiled loss.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Surrogate(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, samples: Samples) -> Tensor:
-        """Returns the objective to maximise, ``[*S]``; the gradient goes to the current log-prob."""
+        """Returns the objective to maximise, ``[*S]``; gradient: the current log-prob."""
 
     def clip_fraction(self, samples: Samples) -> Tensor:
         """Returns the fraction of valid ratios that the surrogate clips, 0-dim; none here."""
@@ -126,7 +126,8 @@ class Clip(Surrogate):
         ratio: the geometry.
         mix: weight of the joint term in ``"mixed"``, in [0, 1].
         dual_clip: c > 1 bounds the objective by c·A where A < 0 (Ye et al. 2020).
-        head_weights: mapping head → w_h for ``per_head`` and ``mixed``, 1 for heads it does not name.
+        head_weights: mapping head → w_h for ``per_head`` and ``mixed``, 1 for heads it does not
+            name.
 
     Raises:
         ConfigError: an option out of its range, or one that the geometry does not use.
@@ -260,8 +261,8 @@ class KLPenalty(Surrogate):
     """r·A − β KL(old ‖ new) with an adapted β (Schulman et al. 2017, section 4).
 
     β acts, and is reported, before its adaptation: β ← β·increment where the mean KL exceeds
-    1.5·target, β·decrement where it is below target/1.5; in training mode only, and only where a row
-    counts. KL is in nats.
+    1.5·target, β·decrement where it is below target/1.5; in training mode only, and only where a
+    row counts. KL is in nats.
 
     Args:
         beta: initial penalty coefficient.
@@ -358,7 +359,7 @@ def eps_pair(eps: Any) -> tuple[Tensor, Tensor]:
 
 
 def head_means(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Returns the mean of ``x [*S, H]`` over the valid rows of every head, ``[H]``; 0 where none is."""
+    """Returns the mean of ``x [*S, H]`` over each head's valid rows, ``[H]``; 0 where none is."""
     dims = list(range(x.ndim - 1))
     if valid is None:
         return x.mean(dims) if dims else x

@@ -155,7 +155,7 @@ def test_dropout_in_train_mode(kinds, layer, functional):
     assert all(module.training for module in actor.modules())
     with pytest.warns(UserWarning, match=r"(?i)train"):
         out = loss(td)
-    assert out["kl_k3"] > 1e-4
+    assert out["kl_k3"] > 1e-6
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loss(td)  # once
@@ -278,7 +278,10 @@ def test_bf16_distribution_objects(way):
     loss = cl.ClipPPOLoss(actor)
     current = loss.log_probs(td)["current", "action"]
     assert current.dtype == torch.float32
-    log_p = logits(td).detach().double().log_softmax(-1)
+    logits = logits(td).detach()
+    if way == "get_dist":  # its constructor has already rounded the normalised logits to bf16
+        logits = D.Categorical(logits=logits).logits
+    log_p = logits.double().log_softmax(-1)
     expected = log_p.gather(-1, td["action"].unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(current.detach().double(), expected, rtol=1e-5, atol=1e-6)
     assert all(v.dtype == torch.float32 for v in loss(td).values())

@@ -113,7 +113,7 @@ Make = Callable[[nn.Module, nn.Module, bool], LossModule]
 
 @dataclass(frozen=True)
 class Row:
-    """How a loss is made of an actor, a critic and ``functional``, and the public names it covers."""
+    """How a loss is made of an actor, a critic and ``functional``, and the names it covers."""
 
     make: Make
     covers: tuple[str, ...]
@@ -324,7 +324,7 @@ def test_keys_are_the_same_at_every_call(row, heads, layout, functional):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("row", ROWS)
 def test_unreduced_losses_are_per_sample(row, layout):
-    """``reduction="none"``: losses ``[*S]`` whose mean is the loss, 0-dim metrics, batch size []."""
+    """``reduction="none"``: losses ``[*S]`` that average to the loss, 0-dim metrics."""
     case = make_case(row, "composite", layout, True)
     expected = case.loss.eval()(case.data)
     case.loss.reduction = "none"
@@ -477,7 +477,7 @@ def test_in_keys_are_all_that_is_read(row, heads, layout, functional):
     data["unrelated"] = torch.randn(*case.layout.root)
     expected = case.loss(data)
     selected = data.select(*case.loss.in_keys, strict=False)
-    assert "unrelated" not in selected.keys()
+    assert "unrelated" not in set(selected.keys())
     out = case.loss(selected)
     for key, value in expected.items():
         assert torch.equal(out[key], value), key

@@ -272,7 +272,7 @@ def test_clip_fraction_of_the_joint_ratio():
 
 
 def test_clip_fraction_of_pairs():
-    """Per head: 3 of the 6 pairs (row, head) lie outside their own bounds: a [0.5, 1.5], b [0.8, 1.2]."""
+    """Per head: 3 of 6 pairs (row, head) lie outside their bounds: a [0.5, 1.5], b [0.8, 1.2]."""
     ratios = {"a": [1.4, 1.6, 1.0], "b": [1.4, 0.7, 1.0]}
     loss = make_loss(ratios, ratio="per_head", eps={"a": 0.5})
     out = loss(make_data(ratios, [1.0] * 3))
@@ -381,7 +381,7 @@ def delayed(surrogate: cl.Clip, behaviour: float, **options: Any) -> tuple[LossM
     ],
 )
 def test_delay_actor(ratio, expected):
-    """The trust region is around the proximal policy, the weight is that of the behaviour policy."""
+    """The trust region is around the proximal policy, the weight is the behaviour policy's."""
     loss, data = delayed(cl.Clip(ratio=ratio), 0.25)
     out = loss(data)
     assert_close(-out["loss_objective"], expected)
@@ -412,7 +412,7 @@ def test_cap(advantage, expected):
 
 
 def test_cap_of_the_unclipped_ratio():
-    """Rows 5 and 0.5, cap 2: the mean of 2 and 0.5; a capped row keeps a gradient, of the size of the cap."""
+    """Rows 5 and 0.5, cap 2: the mean of 2 and 0.5; a capped row's gradient has the cap's size."""
     loss = cl.PolicyLoss(make_actor(["a"]), surrogate=cl.Ratio(), max_importance_ratio=2.0)
     out = loss(make_data({"a": [5.0, 0.5]}, [1.0, 1.0]))
     assert_close(-out["loss_objective"], 1.25)
@@ -430,7 +430,7 @@ def test_cap_of_a_product():
 
 
 def test_cap_and_delay():
-    """π/π_prox = 2.25, π_prox/π_behaviour = 4, cap 3: the correction becomes 3 / 2.25, 1.2 × 3 / 2.25."""
+    """π/π_prox = 2.25, π_prox/π_behaviour = 4, cap 3: corrected by 3 / 2.25, 1.2 × 3 / 2.25."""
     loss, data = delayed(cl.Clip(), 0.25, max_importance_ratio=3.0)
     assert_close(-loss(data)["loss_objective"], 1.6)
 

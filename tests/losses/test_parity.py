@@ -238,12 +238,13 @@ METRICS = ("entropy", "kl_approx", "clip_fraction", "max_ratio", "mean_ratio")
 def assert_parity(ours: LossModule, theirs: LossModule, problem: Problem) -> None:
     out, gradients = outcome(ours, problem)
     expected, expected_gradients = outcome(theirs, problem)
-    losses = {key for key in expected.keys() if key.startswith("loss")}
-    assert losses == {key for key in out.keys() if key.startswith("loss")}
+    shared = set(expected.keys()) & set(out.keys())
+    losses = {key for key in set(expected.keys()) if key.startswith("loss")}
+    assert losses == {key for key in set(out.keys()) if key.startswith("loss")}
     for key in losses:
         assert_close(out[key], expected[key])
     for key in (*METRICS, "value_clip_fraction"):
-        if key in expected.keys() and key in out.keys():
+        if key in shared:
             assert_close(out[key], expected[key])
     # TorchRL's ESS and explained variance are separate per trailing dim of the batch.
     if len(problem.layout.sample) == 1:
@@ -361,7 +362,7 @@ def test_entropy_coefficient_by_head(layout):
     problem = make_problem("choices", LAYOUTS[layout])
     problem.learn()
     group = problem.layout.key
-    mapping = {group("tool_entropy"): 0.1, group("say_entropy"): 0.3}
+    mapping = {group("tool_entropy"): 0.125, group("say_entropy"): 0.5}
     assert_parity(*pair("ClipPPOLoss", problem, entropy_coeff=mapping), problem)
 
 
@@ -506,11 +507,11 @@ def test_the_default_estimator(name, own):
     ],
 )
 def test_kl_penalty(options, mix, layout):
-    """Values; not gradients: TorchRL changes beta between forward and backward. Beta adapts alike."""
+    """Values, not gradients (TorchRL changes beta before backward). Beta adapts alike."""
     ours, theirs, problem = moved(mix, layout, "KLPENPPOLoss", **options)
     for _ in range(3):
         out, expected = ours(problem.data.clone()), theirs(problem.data.clone())
-        for key in (k for k in expected.keys() if k.startswith("loss")):
+        for key in (k for k in set(expected.keys()) if k.startswith("loss")):
             assert_close(out[key], expected[key])
         assert_close(out["kl"], expected["kl"].mean())
         assert_close(out["kl_approx"], expected["kl_approx"])
@@ -520,7 +521,7 @@ def test_kl_penalty(options, mix, layout):
 @pytest.mark.parametrize("layout", PPO_LAYOUTS)
 @pytest.mark.parametrize("mix", ["robot", "many"])
 def test_kl_penalty_of_several_heads(mix, layout):
-    """TorchRL's unpenalised objective less beta times torch's divergences, summed over the heads."""
+    """TorchRL's unpenalised objective less beta times torch's divergences, summed over heads."""
     problem = make_problem(mix, LAYOUTS[layout])
     old = problem.actor.build_dist_from_params(problem.data)
     problem.learn()

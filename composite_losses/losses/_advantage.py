@@ -1,0 +1,203 @@
+"""The advantage of a batch: stored, or computed; the frame, and data that are safe to read."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from torch import Tensor
+
+from composite_losses.errors import ConfigError, MissingKeyError, ShapeError
+from composite_losses.heads.keys import (
+    as_key,
+    holder_batch,
+    key_list,
+    listing,
+    path,
+    read,
+    read_tensor,
+)
+from composite_losses.heads.shapes import shown
+from composite_losses.losses import _frame
+from composite_losses.losses._frame import Frame
+from composite_losses.losses._torchrl import Mixin
+
+logger = logging.getLogger("composite_losses")
+
+
+class AdvantageSide(Mixin):
+    """Mixin of a loss: reads the batch's frame and its advantage, or computes the latter."""
+
+    _shared_keys: dict[str, NestedKey]
+
+    def _stored_advantage(self, td: TensorDictBase) -> Tensor | TensorDictBase | None:
+        """Returns the stored advantage, without its graph, or None."""
+        value = read(td, self.tensor_keys.advantage)
+        if isinstance(value, Tensor):
+            return value.detach()
+        if isinstance(value, TensorDictBase):
+            if getattr(self.surrogate, "ratio", None) != "per_head":
+                raise ConfigError(
+                    f"advantage {self.tensor_keys.advantage!r}: one advantage per head needs "
+                    "ratio='per_head'."
+                )
+            return value.detach()
+        return None
+
+    def _frame(self, td: TensorDictBase, advantage: Tensor | TensorDictBase | None) -> Frame:
+        """Returns the frame of the batch."""
+        sample = _frame.sample_shape(
+            td,
+            self._plan,
+            advantage,
+            advantage_key=self.tensor_keys.advantage,
+        )
+        if advantage is None and len(sample) == td.batch_dims:
+            sample = self._longer_sample(td)
+        mask = _frame.find_mask(td, sample, *self._mask_keys())
+        active = {
+            position: _frame.required_mask(td, sample, key)
+            for position, key in self._head_active_keys().items()
+        }
+        return Frame(sample, td.batch_dims, mask, active)
+
+    def _longer_sample(self, td: TensorDictBase) -> torch.Size:
+        """Returns the sample shape of a group whose TensorDict does not tell its agents apart."""
+        root, names = td.batch_size, self.tensor_keys
+        for key in (names.value, ("next", *path(names.reward))):
+            value = read_tensor(td, as_key(path(key)))
+            if value is None or value.ndim < 2 or value.shape[-1] != 1:
+                continue
+            if len(value.shape) > len(root) + 1 and value.shape[: len(root)] == root:
+                return value.shape[:-1]
+        return root
+
+    def _neutralise(self, td: TensorDictBase, frame: Frame, for_advantage: bool) -> None:
+        """Replaces what rows that do not count hold, wherever networks will read."""
+        if frame.mask is None:
+            return
+        keys = self._network_keys()
+        if for_advantage and self.critic_network is not None:
+            keys += [as_key(("next", *path(k))) for k in key_list(self.critic_network.in_keys)]
+        _frame.neutralise(
+            td,
+            keys,
+            frame,
+            one_keys=self._program.parameter_keys,
+            keep_finite=self._recurrent,
+        )
+        if for_advantage:
+            names = self.tensor_keys
+            dim = _frame.time_dim(td)
+            if dim is not None:
+                _frame.neutralise_trajectory(
+                    td, frame, names.reward, (names.done, names.terminated), dim
+                )
+
+    def _share_signals(self, td: TensorDictBase, frame: Frame) -> None:
+        """Gives every agent, in a copy of the data, the reward and ends that a whole team shares.
+
+        A group without an entry of its own takes the root's. What has the root's batch shape is
+        expanded over the agents, decided by shapes, so that B = T = A changes nothing.
+        """
+        root, sample = td.batch_size, frame.sample
+        wanted = (*root, 1) if self.team_value else (*sample, 1)
+        for name in ("reward", "done", "terminated"):
+            key = as_key(("next", *path(getattr(self.tensor_keys, name))))
+            value = read_tensor(td, key)
+            if value is None and name in self._shared_keys:
+                value = read_tensor(td, as_key(("next", *path(self._shared_keys[name]))))
+            if value is None:
+                continue
+            if value.shape == wanted:
+                td.set(key, value)
+            elif value.shape == (*root, 1):
+                extra = (1,) * (len(sample) - len(root))
+                td.set(key, value.reshape(*root, *extra, 1).expand(*sample, 1))
+            elif self.team_value and name != "reward" and value.shape == (*sample, 1):
+                td.set(key, value.flatten(len(root)).all(-1, keepdim=True))
+            elif self.team_value:
+                raise ShapeError(
+                    f"{key!r}: team_value=True needs the team's {name}, {shown(wanted)}, found "
+                    f"{shown(value.shape)}. Name it with set_keys({name}=...)."
+                )
+
+    def _computed_advantage(self, td: TensorDictBase, frame: Frame) -> tuple[Tensor, Tensor | None]:
+        """Returns (advantage, value target) from the value estimator, which writes on the copy.
+
+        Raises:
+            RuntimeError: there is no critic to compute it with.
+        """
+        names = self.tensor_keys
+        if self.critic_network is None:
+            raise MissingKeyError(
+                f"advantage {names.advantage!r} not found, and without a critic network it cannot "
+                f"be computed. Keys present: {listing(td)}."
+            )
+        self._estimate(td)
+        advantage = td.get(names.advantage).detach()
+        root = (*td.batch_size, 1)
+        if self.team_value and advantage.shape == root:
+            extra = (1,) * (len(frame.sample) - td.batch_dims)
+            advantage = advantage.reshape(*td.batch_size, *extra, 1).expand(*frame.sample, 1)
+        if advantage.shape[: td.batch_dims] != td.batch_size or advantage.shape[-1] != 1:
+            raise ShapeError(
+                f"advantage {names.advantage!r}: the value estimator gave "
+                f"{shown(advantage.shape)}, expected {shown((*frame.sample, 1))}. Give the reward, "
+                "done and value keys of the actions' group with set_keys(...)."
+            )
+        return advantage, td.get(names.value_target)
+
+    def _estimate(self, td: TensorDictBase, params: Any = None, target_params: Any = None) -> None:
+        """Runs the value estimator on a copy of the data, whose entries are safe to read."""
+        names = self.tensor_keys
+        if self._value_estimator is None:
+            logger.info(
+                "%s builds its default value estimator %s; make_value_estimator(...) sets another.",
+                type(self).__name__,
+                self.default_value_estimator,
+            )
+        if read(td, as_key(("next", *path(names.value)))) is None:
+            # a value of one step only is not what an estimator can go by
+            td.exclude(names.value, inplace=True)
+        if self.team_value:
+            self._open_groups(td)
+        if self._functional:
+            params = self._cached_critic_network_params_detached if params is None else params
+            if target_params is None:
+                target_params = self.target_critic_network_params
+        self.value_estimator(td, params=params, target_params=target_params)
+
+    def _open_groups(self, td: TensorDictBase) -> None:
+        """Shortens the batch size of groups, in a copy, so that they can hold a team's entries."""
+        names = self.tensor_keys
+        for key in (names.advantage, names.value_target, names.value, names.reward):
+            for parts in (path(key)[:-1], ("next", *path(key)[:-1])):
+                node = read(td, as_key(parts)) if parts else None
+                if isinstance(node, TensorDictBase) and node.batch_dims > td.batch_dims:
+                    node.batch_size = td.batch_size
+
+    @torch.no_grad()
+    def _estimated(
+        self, tensordict: TensorDictBase, params: Any = None, target_params: Any = None
+    ) -> dict[NestedKey, Tensor]:
+        """Returns the advantage and the value target of a batch, by key; the batch is unchanged."""
+        self._settle(tensordict)
+        names = self.tensor_keys
+        td = tensordict.copy()
+        td.exclude(names.advantage, inplace=True)
+        frame = self._frame(td, None)
+        self._share_signals(td, frame)
+        self._neutralise(td, frame, for_advantage=True)
+        self._estimate(td, params, target_params)
+        out: dict[NestedKey, Tensor] = {}
+        for key in (names.advantage, names.value_target):
+            value = td.get(key).detach()
+            extra = len(holder_batch(tensordict, key)) - (value.ndim - 1)
+            if extra > 0:
+                shape = (*holder_batch(tensordict, key), 1)
+                value = value.reshape(*value.shape[:-1], *(1,) * extra, 1).expand(shape).clone()
+            out[as_key(path(key))] = value
+        return out

@@ -1,0 +1,290 @@
+"""What every loss over a map of agent groups shares: members, keys, the sum of the losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import dispatch
+from torch import Tensor, nn
+
+from composite_losses.errors import ConfigError, MissingKeyError
+from composite_losses.heads.keys import as_key, listing, path, read
+from composite_losses.losses._base import BaseLoss
+from composite_losses.losses._torchrl import LossModule
+from composite_losses.losses.surrogates import scalar
+
+# what a group keeps under its own name, and what may stand at the root for all groups
+GROUP_KEYS = ("advantage", "value_target", "value", "reward", "done", "terminated")
+SHARED_KEYS = ("reward", "done", "terminated")
+
+
+class GroupEstimator:
+    """Computes the advantages and value targets of all groups, and writes them into the data."""
+
+    def __init__(self, losses: Mapping[str, BaseLoss]) -> None:
+        """Keeps the members that have a critic."""
+        self.losses = {name: loss for name, loss in losses.items() if loss.critic_network}
+
+    def __call__(
+        self, tensordict: TensorDictBase, params: Any = None, target_params: Any = None
+    ) -> TensorDictBase:
+        """Returns ``tensordict`` with every group's advantage and value target.
+
+        Args:
+            tensordict: the data, time along the dim named "time" (else the last batch dim).
+            params: group name → critic parameters; the current ones, detached, by default.
+            target_params: group name → critic parameters of the next state.
+        """
+        for name, loss in self.losses.items():
+            entries = loss._estimated(
+                tensordict, (params or {}).get(name), (target_params or {}).get(name)
+            )
+            for key, value in entries.items():
+                tensordict.set(key, value)
+        return tensordict
+
+
+class Groups(LossModule):
+    """Base of the losses over a map of groups; abstract."""
+
+    def __init__(
+        self,
+        losses: Mapping[str, BaseLoss],
+        coeff: Mapping[str, float] | None = None,
+        missing: str = "error",
+    ) -> None:
+        """Registers the members and gives them their groups' keys."""
+        super().__init__()
+        _check_members(losses)
+        if missing not in ("error", "skip"):
+            raise ConfigError(f"missing: expected 'error' or 'skip', found {missing!r}.")
+        self.missing = missing
+        self._names = tuple(losses)
+        self._selected_in_keys: list[NestedKey] | None = None
+        self._selected_out_keys: list[str] | None = None
+        for name, loss in losses.items():
+            self.add_module(_child(name), loss)
+            _adopt(loss, name)
+        self.register_buffer("coeff", None if coeff is None else _vector(coeff, self._names))
+
+    @classmethod
+    def from_group_map(
+        cls,
+        group_map: Mapping[str, Any] | Iterable[str],
+        make_loss: Callable[[str], BaseLoss],
+        **options: Any,
+    ) -> Any:
+        """Returns the loss over ``{group: make_loss(group)}``.
+
+        Args:
+            group_map: the groups: an environment's ``group_map``, or their names.
+            make_loss: builds the loss of the group with the given name.
+            **options: the constructor's.
+        """
+        return cls({name: make_loss(name) for name in group_map}, **options)
+
+    @property
+    def losses(self) -> Mapping[str, BaseLoss]:
+        """The members: group name → loss."""
+        return MappingProxyType({name: self._member(name) for name in self._names})
+
+    def _member(self, name: str) -> BaseLoss:
+        """Returns the loss of a group.
+
+        Raises:
+            KeyError: there is no such group.
+        """
+        if name not in self._names:
+            raise MissingKeyError(
+                f"group {name!r}: not known; the groups are {', '.join(map(repr, self._names))}."
+            )
+        return self._modules[_child(name)]  # type: ignore[return-value]
+
+    # --- forward --------------------------------------------------------------------------------
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns the summed losses, and every group's losses and metrics as ``"<group>/<name>"``.
+
+        Args:
+            tensordict: the data of all groups.
+
+        Raises:
+            MissingKeyError: a group has no entry in the data and ``missing`` is "error".
+        """
+        totals: dict[str, Tensor] = {}
+        entries: dict[str, Tensor] = {}
+        for position, name in enumerate(self._names):
+            member = self._member(name)
+            out = self._blank(member, tensordict)
+            if out is None:
+                out = dict(member(tensordict).items())
+            elif self.missing == "error":
+                raise MissingKeyError(
+                    f"group {name!r}: the data hold no entry of it. Keys present: "
+                    f"{listing(tensordict)}. Fix: collect it, or build the loss with "
+                    "missing='skip'."
+                )
+            for key, value in out.items():
+                entries[f"{name}/{key}"] = value
+                if key.startswith("loss"):
+                    part = value if self.coeff is None else value * self.coeff[position]
+                    totals[key] = totals[key] + part if key in totals else part
+        return TensorDict(totals | entries, batch_size=[])
+
+    def _blank(self, member: BaseLoss, td: TensorDictBase) -> dict[str, Tensor] | None:
+        """Returns the outputs of a group that has no entry in the data, or None where it has one.
+
+        The losses are leaves that require grad, so that a backward pass over nothing else works.
+        """
+        if any(read(td, head.action) is not None for head in member._plan.heads):
+            return None
+        if any(read(td, key) is not None for key in member._program.input_keys):
+            return None
+        like = next(iter(member.parameters()), torch.zeros(()))
+        return {
+            key: torch.zeros((), device=like.device, dtype=like.dtype, requires_grad=True)
+            if key.startswith("loss")
+            else torch.full((), float("nan"), device=like.device, dtype=like.dtype)
+            for key in member._all_out_keys()
+        }
+
+    # --- keys -----------------------------------------------------------------------------------
+
+    def set_keys(self, group: str | None = None, /, **keys: Any) -> None:
+        """Sets keys of one group's loss, as that loss's ``set_keys`` does.
+
+        Args:
+            group: the group; without one, plain names are set inside every group, and a bare
+                ``action="action"`` (TorchRL's trainers send it) changes nothing.
+            **keys: see the members' ``set_keys``.
+        """
+        if group is not None:
+            self._member(group).set_keys(**keys)
+            return
+        if keys.get("action") == "action":
+            keys = {name: key for name, key in keys.items() if name != "action"}
+        for name in self._names:
+            own = {k: (name, v) if isinstance(v, str) else v for k, v in keys.items()}
+            self._member(name).set_keys(**own)
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Every entry that a call may read, of all groups."""
+        if self._selected_in_keys is not None:
+            return self._selected_in_keys
+        return list(dict.fromkeys(k for loss in self.losses.values() for k in loss.in_keys))
+
+    @in_keys.setter
+    def in_keys(self, values: list[NestedKey] | None) -> None:
+        self._selected_in_keys = values
+
+    @property
+    def out_keys(self) -> list[str]:
+        """Names of exactly what a call returns: the sums first."""
+        if self._selected_out_keys is not None:
+            return self._selected_out_keys
+        names = {name: loss._all_out_keys() for name, loss in self.losses.items()}
+        totals = [k for keys in names.values() for k in keys if k.startswith("loss")]
+        entries = [f"{name}/{key}" for name, keys in names.items() for key in keys]
+        return [*dict.fromkeys(totals), *entries]
+
+    @out_keys.setter
+    def out_keys(self, values: list[str] | None) -> None:
+        self._selected_out_keys = values
+
+    @property
+    def loss_mask_key(self) -> Any:
+        """The members' validity mask, where they agree."""
+        keys = [loss.loss_mask_key for loss in self.losses.values()]
+        return keys[0] if all(key == keys[0] for key in keys) else None
+
+    @loss_mask_key.setter
+    def loss_mask_key(self, value: Any) -> None:
+        for loss in self.losses.values():
+            loss.loss_mask_key = value
+
+    # --- value estimation and mechanics ---------------------------------------------------------
+
+    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Any:
+        """Builds the value estimator of every group that has a critic."""
+        for loss in self.losses.values():
+            if loss.critic_network is not None:
+                loss.make_value_estimator(value_type, **hyperparams)
+        return self
+
+    @property
+    def value_estimator(self) -> GroupEstimator:
+        """Callable that writes every group's advantage and value target into the data."""
+        return GroupEstimator(self.losses)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the members' parameters, shared ones once."""
+        seen: set[int] = set()
+        for name in self._names:
+            child = f"{prefix}.{_child(name)}" if prefix else _child(name)
+            for key, parameter in self._member(name).named_parameters(child, recurse):
+                if not remove_duplicate or id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield key, parameter
+
+    def reset(self) -> None:
+        """Resets what the members' surrogates adapt."""
+        for loss in self.losses.values():
+            loss.reset()
+
+
+def _child(name: str) -> str:
+    """Returns the name under which a group's loss is a submodule: without dots, no attribute's."""
+    return "group_" + name.replace("%", "%25").replace(".", "%2E")
+
+
+def _check_members(losses: Mapping[str, BaseLoss]) -> None:
+    """Raises ConfigError unless the members can be summed under their names."""
+    if not losses:
+        raise ConfigError("GroupLoss: expected at least one group, found none.")
+    for name, loss in losses.items():
+        if not isinstance(name, str) or name.startswith("loss"):
+            raise ConfigError(
+                f"group {name!r}: expected a string that does not start with 'loss' (trainers sum "
+                "every entry that does)."
+            )
+        if not isinstance(loss, BaseLoss):
+            raise ConfigError(
+                f"group {name!r}: expected a loss of this library, found {type(loss).__name__}."
+            )
+        if loss.reduction == "none":
+            raise ConfigError(
+                f"group {name!r}: reduction='none' gives losses of several shapes, which cannot be "
+                "summed; use 'mean' or 'sum'."
+            )
+
+
+def _vector(coeff: Mapping[str, float], names: tuple[str, ...]) -> Tensor:
+    """Returns the groups' coefficients in order, 1 where the mapping says nothing."""
+    for name in coeff:
+        if name not in names:
+            raise ConfigError(
+                f"coeff: unknown group {name!r}; the groups are {', '.join(map(repr, names))}."
+            )
+    return torch.stack([scalar(f"coeff[{name!r}]", coeff.get(name, 1.0)) for name in names])
+
+
+def _adopt(loss: BaseLoss, group: str) -> None:
+    """Points the keys that a member still has at their defaults at the group's entries."""
+    defaults = loss.default_keys()
+    own = {
+        name: as_key((group, *path(getattr(defaults, name))))
+        for name in GROUP_KEYS
+        if getattr(loss.tensor_keys, name) == getattr(defaults, name)
+    }
+    for name in SHARED_KEYS:
+        if name in own:
+            loss._shared_keys[name] = getattr(defaults, name)
+    loss.set_keys(**own)

@@ -1,0 +1,63 @@
+"""Multi-agent PPO under TorchRL's names: MAPPO and IPPO."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import nn
+
+from composite_losses.losses._base import BaseLoss
+from composite_losses.losses._clip import CLIP, ClipDoor
+from composite_losses.losses._torchrl import MULTI_AGENT_GAE
+from composite_losses.losses.ppo import PPO_OPTIONS
+
+MULTI_AGENT_OPTIONS: dict[str, Any] = {
+    **CLIP,
+    "value_norm": None,
+    **PPO_OPTIONS,
+    "normalize_advantage": True,
+    "normalize_advantage_exclude_dims": (-2,),
+}
+
+
+class ValueNormDoor(ClipDoor):
+    """Mixin of a loss of the door whose value term takes a running normaliser."""
+
+    @property
+    def value_norm(self) -> nn.Module | None:
+        """The running normaliser of the value error, or None."""
+        return None if self.value is None else self.value.norm
+
+    @value_norm.setter
+    def value_norm(self, norm: nn.Module | None) -> None:
+        if self.value is None:
+            raise AttributeError("value_norm: this loss has no value term.")
+        self.value.norm = norm
+
+
+class MAPPOLoss(ValueNormDoor, BaseLoss):
+    """Multi-agent PPO with a centralised critic (Yu et al. 2022), with TorchRL's keywords.
+
+    ``ClipPPOLoss`` with multi-agent defaults: the value estimator is ``MultiAgentGAE``, advantages
+    are standardised per agent (dim −2 of ``[*B, A, 1]``).
+
+    Args:
+        value_norm: a TorchRL ``ValueNorm``: the value error is taken between normalised values, and
+            clipped there. It is updated with the value targets that count, in training mode only.
+            The critic's output, and the advantages formed from it, stay in reward units.
+
+    The other keywords are ``ClipPPOLoss``'s.
+    """
+
+    default_value_estimator = MULTI_AGENT_GAE
+    options: ClassVar[dict[str, Any]] = MULTI_AGENT_OPTIONS
+
+
+class IPPOLoss(ValueNormDoor, BaseLoss):
+    """Independent PPO (de Witt et al. 2020): ``MAPPOLoss`` for a critic per agent.
+
+    The same computation; the difference lies in the critic, which sees one agent's observation.
+    """
+
+    default_value_estimator = MULTI_AGENT_GAE
+    options: ClassVar[dict[str, Any]] = MULTI_AGENT_OPTIONS
