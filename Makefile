@@ -3,7 +3,7 @@
 #   make demo     train the demo policy and write demo.png
 #   make test     run the tests            (ARGS="tests/functional -k clip" narrows them)
 #   make lint     ruff and mypy
-#   make bench    side by side with torchrl
+#   make bench    side by side with torchrl  (ARGS="nets --compile"; also losses, groups, export)
 #
 # torch is a CPU build unless you ask for another. Where pip would take a CUDA build, it refuses before
 # the download, and the wheel comes from CPU_INDEX.
@@ -41,8 +41,8 @@ lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-bench: $(VENV)/.installed
-	$(RUN) -m benchmarks losses --quick $(ARGS)
+bench: $(VENV)/.installed-bench
+	$(RUN) -m benchmarks $(or $(ARGS),losses --quick)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -22,6 +22,7 @@ from composite_losses.losses import (
     Score,
     ValueTerm,
     diagnose,
+    param_groups,
 )
 from composite_losses.nets import (
     MultiAgentConvNet,
@@ -62,5 +63,6 @@ __all__ = [
     "export",
     "functional",
     "nets",
+    "param_groups",
     "resolve_log_probs",
 ]

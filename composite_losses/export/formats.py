@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,8 @@ def to_program(
 
     Args:
         module_or_actor: what to export.
-        example: a tensor, a tuple of tensors (states nested), or for TensorDict modules a TensorDict
-            or a mapping of argument names.
+        example: a tensor, a tuple of tensors (states nested), or for TensorDict modules a
+            TensorDict or a mapping of argument names.
         dynamic_batch: whether dim 0 of every input is dynamic; a size of 1 in the example is fine.
         strict: whether TorchDynamo traces the module.
 
@@ -67,11 +70,30 @@ def to_onnx(
     """
     program = to_program(module_or_actor, example, dynamic_batch=dynamic_batch)
     target = Path(path)
-    onnx_program = torch.onnx.export(program, (), dynamo=True, verbose=False)
+    with _quiet():
+        onnx_program = torch.onnx.export(
+            program, (), dynamo=True, verbose=False, output_names=output_names(program)
+        )
     if onnx_program is None:
         raise ConfigError("to_onnx: the exporter returned nothing.")
     onnx_program.save(str(target))
     return target
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Context in which torch's exporters do not warn of what they use and torch deprecates."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="`torch.jit", category=DeprecationWarning)
+        yield
+
+
+def output_names(program: ExportedProgram) -> list[str] | None:
+    """Returns the names of a program's outputs; None where it has none."""
+    spec = program.call_spec.out_spec
+    names = None if spec is None or spec.type is not dict else spec.context
+    return None if names is None else list(names)
 
 
 def to_package(
@@ -91,7 +113,8 @@ def to_package(
     if target.suffix != ".pt2":
         raise ConfigError(f"to_package: expected a path that ends with .pt2, found {target}.")
     program = to_program(module_or_actor, example, dynamic_batch=dynamic_batch)
-    torch._inductor.aoti_compile_and_package(program, package_path=str(target))
+    with _quiet():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(target))
     return target
 
 
@@ -118,7 +141,11 @@ def max_difference(artifact: Any, module: nn.Module, example: Any) -> float:
                 f"max_difference: expected shape {list(b.shape)}, found {list(a.shape)}."
             )
         if a.numel():
-            worst = max(worst, float((a.double() - b.double()).abs().max()))
+            difference = float((a.double() - b.double()).abs().max())
+            # a NaN is the largest difference of all
+            worst = difference if math.isnan(difference) else max(worst, difference)
+        if math.isnan(worst):
+            break
     return worst
 
 

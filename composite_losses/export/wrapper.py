@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import keyword
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import (
+    InteractionType,
+    ProbabilisticTensorDictModule,
+    TensorDictModuleBase,
+    TensorDictSequential,
+    set_interaction_type,
+)
 from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError, MissingKeyError
-from composite_losses.heads import ActorProgram, StackHeads
+from composite_losses.heads import ActorProgram, Scratch
+from composite_losses.heads.actor import Step
 from composite_losses.heads.keys import as_key, listing, path, read_tensor
 
 
 def argument_name(key: NestedKey) -> str:
     """Returns the name of a key as an argument: its path joined with "_", as dispatch names it."""
     name = "_".join(path(key))
-    if not name.isidentifier():
+    if not name.isidentifier() or keyword.iskeyword(name) or name == "self":
         raise ConfigError(f"key {key!r}: {name!r} is not a valid argument name for an export.")
     return name
 
@@ -38,41 +46,65 @@ class NamedTensors(nn.Module):
         self.in_keys = in_keys
         self.names = [argument_name(key) for key in in_keys]
         self.program: ActorProgram | None = None
-        self.stacks: list[StackHeads] = []
-        self.states: list[NestedKey] = []
+        self.stages: list[Any] = [module]
+        self.outputs = [as_key(path(key)) for key in module.out_keys]
         inner = list(module.modules())
         if any(isinstance(m, ProbabilisticTensorDictModule) for m in inner) or (
             not isinstance(module, TensorDictSequential) and hasattr(module, "get_dist")
         ):
             self.program = ActorProgram(module)
-            self.stacks = [m for m in inner if isinstance(m, StackHeads)]
-            self.states = [
-                as_key(path(key))
-                for m in inner
-                if getattr(m, "is_recurrent", False)
-                for key in getattr(m, "out_keys", [])
-                if path(key)[0] == "next"
-            ]
+            self.stages = list(_stages(module))
+            self.outputs = list(self._policy_outputs(inner))
+        heads = [slot.action for slot in self.program.slots] if self.program else []
+        keys = list(dict.fromkeys([*heads, *self.outputs]))
+        if len({argument_name(key) for key in keys}) != len(keys):
+            raise ConfigError(f"outputs {keys}: two of them have the same name.")
+
+    def _policy_outputs(self, inner: Sequence[nn.Module]) -> Iterator[NestedKey]:
+        """Yields the keys of what is made of the actions, and of recurrent states."""
+        steps = [i for i, stage in enumerate(self.stages) if isinstance(stage, Step)]
+        for stage in self.stages[steps[-1] + 1 :] if steps else ():
+            yield from (as_key(path(key)) for key in stage.out_keys)
+        for module in inner:
+            if getattr(module, "is_recurrent", False):
+                for key in getattr(module, "out_keys", ()):
+                    if path(key)[0] == "next":
+                        yield as_key(path(key))
 
     def run(self, values: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Returns the named outputs for inputs in the order of ``in_keys``."""
         td = TensorDict({}, batch_size=[])
         for key, value in zip(self.in_keys, values, strict=True):
             td.set(key, value)
-        if self.program is None:
-            out = self.module(td)
-            keys = [as_key(path(key)) for key in self.module.out_keys]
-            return {argument_name(key): out.get(key) for key in keys}
-        heads = self.program.run(td)
-        named = {argument_name(key): terms.mode() for key, terms in heads.items()}
-        for key, terms in heads.items():
-            td.set(key, terms.mode())
-        for stack in self.stacks:
-            stack(td)
-            named[argument_name(stack.out_keys[0])] = td.get(stack.out_keys[0])
-        for key in self.states:
-            named[argument_name(key)] = td.get(key)
-        return named
+        heads: list[NestedKey] = []
+        for stage in self.stages:
+            if self.program is not None and self.program.opaque:
+                found = self.program.run(Scratch(td))
+            elif isinstance(stage, Step):
+                found = stage.terms(td)
+            else:
+                out = stage(td)
+                if out is not td:
+                    td.update(out)
+                continue
+            heads += found
+            for key, terms in found.items():
+                td.set(key, terms.mode())
+        return {argument_name(key): td.get(key) for key in dict.fromkeys([*heads, *self.outputs])}
+
+
+def _stages(module: nn.Module) -> Iterator[Any]:
+    """Yields a policy's modules in the order they run, distributions as steps."""
+    if isinstance(module, ProbabilisticTensorDictModule):
+        yield Step(module)
+    elif isinstance(module, TensorDictSequential) and any(
+        isinstance(m, ProbabilisticTensorDictModule) for m in module.modules()
+    ):
+        children = module.module
+        for child in children.values() if isinstance(children, nn.ModuleDict) else children:
+            yield from _stages(child)
+    else:
+        yield module
 
 
 def named(module: TensorDictModuleBase) -> NamedTensors:
@@ -162,11 +194,11 @@ def _named_arguments(function: NamedTensors, example: Any) -> tuple[Tensor, ...]
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Context in which the module is in eval mode and no graph is recorded."""
+    """Context of eval mode, no graph and no exploration."""
     modes = {m: m.training for m in module.modules()}
     module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), set_interaction_type(InteractionType.DETERMINISTIC):
             yield
     finally:
         for m, mode in modes.items():

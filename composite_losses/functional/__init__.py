@@ -12,6 +12,7 @@ from composite_losses.functional.distributions import (
     beta_entropy,
     beta_kl,
     beta_log_prob,
+    bounded_log_probs,
     categorical_entropy,
     categorical_kl,
     categorical_log_prob,
@@ -25,8 +26,6 @@ from composite_losses.functional.distributions import (
     normal_entropy,
     normal_kl,
     normal_log_prob,
-    tanh_normal_entropy,
-    tanh_normal_log_prob,
 )
 from composite_losses.functional.divergences import k1, k2, k3
 from composite_losses.functional.entropy import entropy_sum
@@ -53,11 +52,18 @@ from composite_losses.functional.ratios import (
     ratio,
 )
 from composite_losses.functional.returns import baseline, reward_to_go
+from composite_losses.functional.squashed import (
+    tanh_inverse,
+    tanh_log_slope,
+    tanh_normal_entropy,
+    tanh_normal_log_prob,
+)
 from composite_losses.functional.surrogates import (
     clipped,
     leafwise,
     mixed,
     per_head,
+    pessimistic,
     score,
     unclipped,
 )
@@ -71,6 +77,7 @@ __all__ = [
     "beta_entropy",
     "beta_kl",
     "beta_log_prob",
+    "bounded_log_probs",
     "categorical_entropy",
     "categorical_kl",
     "categorical_log_prob",
@@ -106,11 +113,14 @@ __all__ = [
     "normal_kl",
     "normal_log_prob",
     "per_head",
+    "pessimistic",
     "ratio",
     "reduce",
     "reward_to_go",
     "score",
     "standardise",
+    "tanh_inverse",
+    "tanh_log_slope",
     "tanh_normal_entropy",
     "tanh_normal_log_prob",
     "unclipped",

@@ -1,5 +1,7 @@
 """Diagnostics of a policy update: 0-dim, detached, over the valid entries; 0 if there is none."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -25,11 +27,18 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor | None = None) -> Tens
     Source: Kong 1992, "A note on importance sampling using standardized weights"; Kish 1965.
     """
     _check(log_ratio, mask)
-    log_weight = fill(log_ratio.detach(), mask, -torch.inf).flatten()
-    log_sum = log_weight.logsumexp(0)
-    share = (2 * log_sum - (2 * log_weight).logsumexp(0)).exp() / valid_count(log_ratio, mask)
-    # No weight at all is -inf - (-inf).
-    return torch.where(log_sum == -torch.inf, 0.0, share)
+    if log_ratio.numel() == 0:
+        return log_ratio.new_zeros(())
+    with torch.no_grad():
+        log_weight = fill(log_ratio, mask, -torch.inf)
+        dims = list(range(log_weight.ndim))
+        log_sum = log_weight.logsumexp(dims)
+        spread = torch.sub((2 * log_weight).logsumexp(dims), log_sum, alpha=2)
+        if mask is None:
+            return (-math.log(log_weight.numel()) - spread).exp()
+        share = (-spread).exp() / valid_count(log_ratio, mask)
+        # No weight at all is -inf - (-inf).
+        return share.masked_fill(log_sum == -torch.inf, 0.0)
 
 
 def clip_fraction(
@@ -70,13 +79,12 @@ def explained_variance(value: Tensor, target: Tensor, mask: Tensor | None = None
         ShapeError: if the shapes differ.
     """
     require_same_shape(value=value, target=target)
-    value, target = value.detach(), target.detach()
-    explained = 1 - _variance(target - value, mask) / (
-        _variance(target, mask) + torch.finfo(target.dtype).eps
-    )
-    if mask is None:
-        return explained if target.numel() else torch.zeros_like(explained)
-    return torch.where(mask.any(), explained, 0.0)
+    if target.numel() == 0:
+        return target.new_zeros(())
+    with torch.no_grad():
+        eps = torch.finfo(target.dtype).eps
+        explained = 1 - _variance(target - value, mask) / (_variance(target, mask) + eps)
+        return explained if mask is None else torch.where(mask.any(), explained, 0.0)
 
 
 def masked_max(x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -94,8 +102,9 @@ def masked_max(x: Tensor, mask: Tensor | None = None) -> Tensor:
     _check(x, mask)
     if x.numel() == 0:
         return x.new_zeros(())
-    largest = fill(x.detach(), mask, -torch.inf).amax()
-    return largest if mask is None else torch.where(mask.any(), largest, 0.0)
+    with torch.no_grad():
+        largest = fill(x, mask, -torch.inf).amax()
+        return largest if mask is None else torch.where(mask.any(), largest, 0.0)
 
 
 def _check(x: Tensor, mask: Tensor | None) -> None:
@@ -104,5 +113,7 @@ def _check(x: Tensor, mask: Tensor | None) -> None:
 
 
 def _variance(x: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return x.var(correction=0)
     # Selected again inside the mean: a masked NaN less the mean is still NaN.
     return masked_mean((x - masked_mean(x, mask)).square(), mask)

@@ -232,6 +232,36 @@ def mixed(
     return mix * product + (1 - mix) * separate
 
 
+def pessimistic(
+    gain: Tensor,
+    clipped_gain: Tensor,
+    advantage: Tensor,
+    dual_clip: Tensor | float | None = None,
+) -> Tensor:
+    """The smaller of the plain and the clipped gain; with ``dual_clip`` c at least c A for A < 0.
+
+    ``min(r A, C(r) A)``, then ``max(., c A)`` where A < 0.
+
+    Args:
+        gain: ``r A``, any shape.
+        clipped_gain: ``C(r) A``, the same shape.
+        advantage: the same shape, detached by the caller.
+        dual_clip: c > 1, or ``None``.
+
+    Gradient goes to the smaller gain; where both are equal it is split in two equal halves.
+
+    Raises:
+        ShapeError: if the shapes differ.
+
+    Source: see :func:`clipped`.
+    """
+    require_same_shape(gain=gain, clipped_gain=clipped_gain, advantage=advantage)
+    objective = torch.minimum(gain, clipped_gain)
+    if dual_clip is None:
+        return objective
+    return torch.where(advantage < 0, torch.maximum(objective, dual_clip * advantage), objective)
+
+
 def _corrected(log_ratio: Tensor, log_correction: Tensor | None) -> Tensor:
     if log_correction is None:
         return log_ratio
@@ -248,8 +278,4 @@ def _pessimistic(
 ) -> Tensor:
     gain = clamp_log_ratio(_corrected(log_ratio, log_correction)).exp() * advantage
     clipped_gain = clamp_log_ratio(_corrected(clipped_log_ratio, log_correction)).exp() * advantage
-    # Where both are equal the gradient is split in two equal halves of the same number.
-    objective = torch.minimum(gain, clipped_gain)
-    if dual_clip is None:
-        return objective
-    return torch.where(advantage < 0, torch.maximum(objective, dual_clip * advantage), objective)
+    return pessimistic(gain, clipped_gain, advantage, dual_clip)

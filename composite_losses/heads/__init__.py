@@ -4,6 +4,7 @@ from composite_losses.heads.actor import ActorProgram
 from composite_losses.heads.chain import Behaviour, find, resolve_log_probs
 from composite_losses.heads.plan import Head, HeadPlan, Slot, compile_plan
 from composite_losses.heads.registry import FAMILIES, INSTANCES, from_distribution
+from composite_losses.heads.scratch import Scratch
 from composite_losses.heads.stack import StackHeads
 from composite_losses.heads.terms import DistributionTerms, Terms
 
@@ -15,6 +16,7 @@ __all__ = [
     "DistributionTerms",
     "Head",
     "HeadPlan",
+    "Scratch",
     "Slot",
     "StackHeads",
     "Terms",

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
-import torch
 from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from tensordict.nn import (
     CompositeDistribution,
@@ -22,8 +21,10 @@ from torch.distributions import Distribution
 
 from composite_losses.errors import ConfigError, MissingKeyError
 from composite_losses.heads.keys import as_key, key_list, path, read, suffixed
+from composite_losses.heads.modules import calls, input_keys
 from composite_losses.heads.plan import Slot
 from composite_losses.heads.registry import construct, from_distribution, from_parameters
+from composite_losses.heads.scratch import Scratch
 from composite_losses.heads.terms import Terms, in_float32
 
 Found = dict[NestedKey, Terms]
@@ -43,6 +44,17 @@ def promoted(value: Any) -> Any:
     if isinstance(value, Tensor):
         return in_float32(value)
     return value.apply(promoted) if is_tensor_collection(value) else value
+
+
+def default_log_probs(action: NestedKey) -> tuple[NestedKey, ...]:
+    """Returns the keys of an action's log-prob where nothing is declared.
+
+    A composite inside a composite suffixes every level of its log-probs.
+    """
+    parts = path(action)
+    levels = tuple(f"{part}_log_prob" for part in parts)
+    own = suffixed(action, "_log_prob")
+    return own, *(as_key((*parts[:k], *levels[k:])) for k in range(len(parts) - 2, -1, -1))
 
 
 class Component:
@@ -129,12 +141,7 @@ class Step:
                 keys.append(self.declared[self.out_keys.index(write)])
             elif len(writes) == 1:
                 keys += [*self.declared, *self.joint]
-            parts = path(write)
-            # a composite inside a composite suffixes every level of its log-probs
-            levels = tuple(f"{part}_log_prob" for part in parts)
-            keys += [suffixed(write, "_log_prob")]
-            keys += [as_key((*parts[:k], *levels[k:])) for k in range(len(parts) - 2, -1, -1)]
-            slots.append(Slot(write, tuple(dict.fromkeys(keys))))
+            slots.append(Slot(write, tuple(dict.fromkeys([*keys, *default_log_probs(write)]))))
         return slots
 
     def joint_keys(self) -> list[NestedKey]:
@@ -147,7 +154,9 @@ class Step:
             return self.in_keys
         return [as_key((*path(self.in_keys[0]), *component.where))]
 
-    def parameters(self, td: TensorDictBase, component: Component) -> dict[str, Any] | None:
+    def parameters(
+        self, td: TensorDictBase | Scratch, component: Component
+    ) -> dict[str, Any] | None:
         """Returns the distribution's parameters in the data, or None if any is missing."""
         if component.where is None:
             values = {
@@ -159,7 +168,7 @@ class Step:
             return None
         return dict(node.items())
 
-    def terms(self, td: TensorDictBase, only: NestedKey | None = None) -> Found:
+    def terms(self, td: TensorDictBase | Scratch, only: NestedKey | None = None) -> Found:
         """Returns the terms of the heads (or of one) from the parameters in ``td``.
 
         Raises:
@@ -184,10 +193,10 @@ class Step:
             found.update(flattened(component.write, component.build(parameters)))
         return found
 
-    def _distribution(self, td: TensorDictBase) -> Distribution:
+    def _distribution(self, td: TensorDictBase | Scratch) -> Distribution:
         """Returns the distribution of a module whose class only a call reveals."""
         if self.custom:
-            inputs = td.copy()
+            inputs = (td.tensordict() if isinstance(td, Scratch) else td).copy()
             for key in self.in_keys:
                 value = read(td, key)
                 if value is not None:
@@ -269,16 +278,7 @@ class ActorProgram:
         """Keys that a run reads from the data: network inputs, action masks, earlier actions."""
         if self.opaque:
             return key_list(getattr(self.actor, "in_keys", None) or [])
-        written: list[tuple[str, ...]] = []
-        read_keys: dict[NestedKey, None] = {}
-        for module in self.modules:
-            for key in map(path, module.in_keys):
-                # a parent of what was written, and what lies inside it, come from this run, too
-                if not any(key[: len(w)] == w[: len(key)] for w in written):
-                    read_keys[as_key(key)] = None
-            if not isinstance(module, Step):
-                written += map(path, module.out_keys)
-        return list(read_keys)
+        return input_keys(self.modules)
 
     def keys_of(self, slot: NestedKey) -> list[NestedKey]:
         """Returns where the data hold the distribution parameters of one head."""
@@ -288,23 +288,21 @@ class ActorProgram:
                     return step.parameter_keys(component)
         return []
 
-    def run(self, td: TensorDictBase) -> Found:
+    def run(self, data: Scratch) -> Found:
         """Returns the terms of every head; one pass through the networks, nothing sampled.
 
-        ``td`` receives what the deterministic modules write: pass a copy.
+        ``data`` receives what the deterministic modules write.
         """
         if self.opaque:
-            key = self.slots[0].action
-            found = dict(flattened(key, self.actor.get_dist(td)))  # type: ignore[operator]
+            dist = self.actor.get_dist(data.tensordict())  # type: ignore[operator]
+            found = dict(flattened(self.slots[0].action, dist))
         else:
             found = {}
             for module in self.modules:
                 if isinstance(module, Step):
-                    found.update(module.terms(td))
+                    found.update(module.terms(data))
                 else:
-                    out = module(td)
-                    if out is not td:
-                        td.update(out)
+                    module(data)
         if not self.settled:
             self._settle(found)
         return found
@@ -318,7 +316,7 @@ class ActorProgram:
         """Replaces the guessed slots by the heads that a run has shown."""
         known = {slot.action: slot for slot in self.slots}
         if set(known) != set(found):
-            self.slots = [known.get(key, Slot(key)) for key in found]
+            self.slots = [known.get(key, Slot(key, default_log_probs(key))) for key in found]
             self.joint = [*self.joint, *(k for step in self.steps for k in step.declared)]
         self.settled = True
 
@@ -360,4 +358,4 @@ def _leaves(module: nn.Module) -> Iterator[Any]:
         for child in ordered:
             yield from _leaves(child)
     elif not inside and hasattr(module, "out_keys"):
-        yield module
+        yield from calls(module)

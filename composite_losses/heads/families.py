@@ -1,79 +1,16 @@
-"""Families: terms evaluated straight from a distribution's parameters, by formula."""
+"""Families of independent elements, evaluated straight from their parameters, by formula."""
 
 from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from composite_losses.functional import distributions as formula
+from composite_losses.functional import squashed
 from composite_losses.heads.terms import Terms, in_float32
-
-
-class CategoricalTerms(Terms):
-    """Categorical terms from logits ``[*batch, n]``; forbidden ones weigh nothing."""
-
-    discrete = True
-
-    def __init__(
-        self,
-        logits: Tensor,
-        allowed: Tensor | None = None,
-        *,
-        one_hot: bool = False,
-        normalised: bool = False,
-    ) -> None:
-        """Normalises the logits once, for log-prob, entropy and KL alike."""
-        logits = in_float32(logits)
-        self.classes = logits.shape[-1]
-        self.allowed = None if allowed is None else allowed.expand(logits.shape)
-        self.log_probs = (
-            logits if normalised else formula.categorical_log_probs(logits, self.allowed)
-        )
-        self.one_hot = one_hot
-        self.batch_shape = logits.shape[:-1]
-        self.event_shape = logits.shape[-1:] if one_hot else torch.Size()
-        self.playable = None if self.allowed is None else self.allowed.any(-1)
-
-    def _index(self, action: Tensor) -> Tensor:
-        """Returns the class index of an action, ``[..., *batch]``."""
-        return action.argmax(-1) if self.one_hot else action.long()
-
-    def log_prob(self, action: Tensor) -> Tensor:
-        """Returns the log-prob of the stored class."""
-        index = self._index(action).unsqueeze(-1)
-        log_probs = self.log_probs.expand(*index.shape[:-1], self.classes)
-        return log_probs.gather(-1, index).squeeze(-1)
-
-    def entropy(self, samples: int = 1) -> Tensor:
-        """Returns −Σ p log p over the allowed classes."""
-        return -(self.log_probs.exp() * self.log_probs).sum(-1)
-
-    def kl(self, other: Terms, samples: int = 1) -> Tensor:
-        """Returns Σ p (log p − log q)."""
-        if not isinstance(other, CategoricalTerms):
-            raise TypeError("KL of a categorical head needs two categorical policies")
-        return (self.log_probs.exp() * (self.log_probs - other.log_probs)).sum(-1)
-
-    def contains(self, action: Tensor) -> Tensor:
-        """Returns where the action is a class that the mask allows."""
-        if self.one_hot:
-            index = action.argmax(-1)
-            inside = (action.sum(-1) == 1) & ((action == 0) | (action == 1)).all(-1)
-        else:
-            inside = (action >= 0) & (action < self.classes) & (action == action.long())
-            index = torch.where(inside, action.long(), torch.zeros_like(action.long()))
-        if self.allowed is not None:
-            inside = inside & self.allowed.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-        return inside
-
-    def neutral(self) -> float:
-        """Returns class 0."""
-        return 0.0
-
-    def mode(self) -> Tensor:
-        """Returns the most likely allowed class."""
-        index = self.log_probs.argmax(-1)
-        return torch.nn.functional.one_hot(index, self.classes) if self.one_hot else index
 
 
 class ElementwiseTerms(Terms):
@@ -83,20 +20,57 @@ class ElementwiseTerms(Terms):
     """
 
     parameters: tuple[Tensor, ...]
+    keepdim: bool = False
 
     def __init__(self, *parameters: Tensor, event_ndim: int = 0) -> None:
         """Takes the parameter tensors, which broadcast against each other."""
         self.parameters = parameters = tuple(in_float32(p) for p in parameters)
-        shape = torch.broadcast_shapes(*(p.shape for p in parameters))
+        shape = parameters[0].shape
+        if any(p.shape != shape for p in parameters):
+            shape = torch.broadcast_shapes(*(p.shape for p in parameters))
         self.event_ndim = event_ndim
         cut = len(shape) - event_ndim
         self.batch_shape, self.event_shape = shape[:cut], shape[cut:]
+
+    def kind(self, ndim: int) -> Hashable | None:
+        """Returns family, shape and dtype; a head whose batch has other dims stands alone."""
+        if len(self.batch_shape) < ndim:
+            return None
+        extra = self._extra()
+        if extra is None:
+            return None
+        dtype = self.parameters[0].dtype
+        return (type(self), self.batch_shape, self.event_shape, dtype, extra)
+
+    def _extra(self) -> tuple[Hashable, ...] | None:
+        """Returns the further constants that heads of one kind share, or None if they cannot."""
+        return ()
+
+    def stacked(self, heads: Sequence[Terms], dim: int) -> Terms:
+        """Returns the terms of several heads of equal shape."""
+        members = [head for head in heads if isinstance(head, ElementwiseTerms)]
+        sets = zip(*([head._expanded(p) for p in head.parameters] for head in members), strict=True)
+        return self._like(*(torch.stack(tensors, dim) for tensors in sets))
+
+    def _like(self, *parameters: Tensor) -> ElementwiseTerms:
+        """Returns terms of this family with other parameters."""
+        return type(self)(*parameters, event_ndim=self.event_ndim)
 
     def _sum(self, x: Tensor) -> Tensor:
         """Returns the elements' terms summed over the event dims."""
         if self.event_ndim == 0:
             return x
-        return x.sum(-1) if self.event_ndim == 1 else x.flatten(-self.event_ndim).sum(-1)
+        if self.event_ndim > 1:
+            x = x.flatten(-self.event_ndim)
+        return x.sum(-1, keepdim=self.keepdim)
+
+    def alone(self) -> Terms:
+        """Returns these terms with the summed event dims kept as one of size 1."""
+        if self.event_ndim == 0:
+            return self
+        out = copy.copy(self)
+        out.keepdim = True
+        return out
 
     def _all(self, x: Tensor) -> Tensor:
         """Returns whether all elements of an action satisfy a condition."""
@@ -104,7 +78,8 @@ class ElementwiseTerms(Terms):
 
     def _expanded(self, x: Tensor) -> Tensor:
         """Returns an elementwise term in the full shape, where parameters broadcast."""
-        return x.expand(self.batch_shape + self.event_shape)
+        shape = self.batch_shape + self.event_shape
+        return x if x.shape == shape else x.expand(shape)
 
     def _peer(self, other: Terms) -> tuple[Tensor, ...]:
         """Returns the parameters of the other policy, which must be of the same family."""
@@ -119,14 +94,24 @@ class ElementwiseTerms(Terms):
 class NormalTerms(ElementwiseTerms):
     """Terms of Normal(loc, scale)."""
 
+    _log_scale: Tensor | None = None
+
+    @property
+    def log_scale(self) -> Tensor:
+        """Log of the scale, computed once."""
+        if self._log_scale is None:
+            self._log_scale = self.parameters[1].log()
+        return self._log_scale
+
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns the Gaussian log-density."""
         loc, scale = self.parameters
-        return self._sum(formula.normal_log_prob(loc, scale, action))
+        return self._sum(formula.normal_log_prob(loc, scale, action, self.log_scale))
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Returns ½ log(2πe σ²), summed."""
-        return self._sum(self._expanded(formula.normal_entropy(self.parameters[1])))
+        value = formula.normal_entropy(self.parameters[1], self.log_scale)
+        return self._sum(self._expanded(value))
 
     def kl(self, other: Terms, samples: int = 1) -> Tensor:
         """Returns the Gaussian KL, summed."""
@@ -162,19 +147,31 @@ class TanhNormalTerms(NormalTerms):
         self.low, self.high = low, high
         self.bounds = (low, high)
 
+    def _extra(self) -> tuple[Hashable, ...] | None:
+        """Returns the bounds where they are numbers."""
+        if isinstance(self.low, Tensor) or isinstance(self.high, Tensor):
+            return None
+        return (self.low, self.high)
+
+    def _like(self, *parameters: Tensor) -> ElementwiseTerms:
+        """Returns terms with the same bounds and other parameters."""
+        loc, scale = parameters
+        return TanhNormalTerms(loc, scale, self.low, self.high, event_ndim=self.event_ndim)
+
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns the log-density with the change of variables; finite at the bounds.
 
         Both terms are summed apart, as TorchRL does, so that a fresh ratio is exactly 1.
         """
-        x = formula.tanh_inverse(action, self.low, self.high)
-        slope = self._sum(formula.tanh_log_slope(x, self.low, self.high))
-        return self._sum(formula.normal_log_prob(*self.parameters, x)) - slope
+        x = squashed.tanh_inverse(action, self.low, self.high)
+        slope = self._sum(squashed.tanh_log_slope(x, self.low, self.high))
+        loc, scale = self.parameters
+        return self._sum(formula.normal_log_prob(loc, scale, x, self.log_scale)) - slope
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Returns the entropy by quadrature: deterministic and differentiable."""
         loc, scale = self.parameters
-        value = formula.tanh_normal_entropy(loc, scale, self.low, self.high)
+        value = squashed.tanh_normal_entropy(loc, scale, self.low, self.high)
         return self._sum(self._expanded(value))
 
     def contains(self, action: Tensor) -> Tensor:
@@ -291,7 +288,8 @@ class DirichletTerms(ElementwiseTerms):
 
     def _outer(self, x: Tensor) -> Tensor:
         """Returns per-simplex terms summed over the event dims before the simplex."""
-        return x.flatten(1 - self.event_ndim).sum(-1) if self.event_ndim > 1 else x
+        x = x.flatten(1 - self.event_ndim).sum(-1) if self.event_ndim > 1 else x
+        return x.unsqueeze(-1) if self.keepdim else x
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns the log-density on the simplex; finite at its border."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, Protocol, cast
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection, unravel_key
 
 Path = tuple[str, ...]
 
 
 def path(key: NestedKey) -> Path:
     """Returns a key as a tuple of strings, nested tuples unravelled."""
+    if isinstance(key, str):
+        return (key,)
+    if all(isinstance(part, str) for part in key):
+        return tuple(key)
     flat = unravel_key(key)
     return (flat,) if isinstance(flat, str) else tuple(flat)
 
@@ -51,22 +55,37 @@ def unique(keys: Sequence[NestedKey]) -> tuple[NestedKey, ...]:
     return tuple(dict.fromkeys(keys))
 
 
-def read(td: TensorDictBase, key: NestedKey) -> object | None:
+class Reader(Protocol):
+    """What entries can be read from: a TensorDict, or scratch data over one."""
+
+    def get(self, key: NestedKey) -> Any:
+        """Returns the entry under ``key``, or None."""
+
+
+def read(td: TensorDictBase | Reader, key: NestedKey) -> object | None:
     """Returns the entry under ``key``, or None where there is none.
 
     ``TensorDict.get`` raises where a prefix of the key is a tensor; for a look-up that tries one
     candidate after the other, that is an absent entry like any other.
     """
-    parts = path(key)
-    node: object = td
+    if type(td) is TensorDict or is_tensor_collection(td):
+        return walk(td, path(key))
+    return cast(object, cast(Reader, td).get(key))
+
+
+def walk(node: object, parts: Path) -> object | None:
+    """Returns the entry of a tree, or None where a part of the path is missing."""
     for part in parts:
-        if not is_tensor_collection(node):
+        if type(node) is TensorDict:
+            node = cast(Any, node)._get_str(part, None)
+        elif is_tensor_collection(node):
+            node = cast(TensorDictBase, node).get(part, None)
+        else:
             return None
-        node = cast(TensorDictBase, node).get(part, None)
     return node
 
 
-def read_tensor(td: TensorDictBase, key: NestedKey) -> torch.Tensor | None:
+def read_tensor(td: TensorDictBase | Reader, key: NestedKey) -> torch.Tensor | None:
     """Returns the tensor under ``key``, or None where there is none or it is a TensorDict."""
     value = read(td, key)
     return value if isinstance(value, torch.Tensor) else None

@@ -9,7 +9,6 @@ accident. Other layers register the classes of the libraries they import.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch import Tensor
 from torch import distributions as d
 from torch.distributions.utils import probs_to_logits
 
+from composite_losses.heads.categorical import CategoricalTerms
 from composite_losses.heads.families import (
     BernoulliTerms,
     BetaTerms,
-    CategoricalTerms,
     DirichletTerms,
     ElementwiseTerms,
     GammaTerms,
@@ -164,10 +163,7 @@ def construct(cls: Callable[..., Any], parameters: Mapping[str, Any]) -> Any:
 
 def _accepts(builder: Builder, parameters: Mapping[str, Any]) -> bool:
     """Returns whether the builder knows all keyword arguments."""
-    return parameters.keys() <= _keywords(builder)
-
-
-@functools.cache
-def _keywords(builder: Builder) -> frozenset[str]:
-    """Returns the keyword arguments that a builder takes."""
-    return frozenset(inspect.signature(builder).parameters) - {"one_hot"}
+    function: Any = builder.func if isinstance(builder, functools.partial) else builder
+    code = function.__code__
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return all(name in known and name != "one_hot" for name in parameters)

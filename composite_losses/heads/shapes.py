@@ -44,22 +44,22 @@ def fit_action(action: Tensor, batch: torch.Size, event: torch.Size, *, key: Nes
 
 
 def per_sample(
-    current: Tensor,
+    current: torch.Size,
     stored: Tensor | None,
     sample: torch.Size,
     *,
     head: str,
     key: NestedKey,
     advantage_key: NestedKey,
-) -> tuple[Tensor, Tensor | None]:
-    """Returns current and stored log-prob of one head as ``[*S]``.
+) -> Tensor | None:
+    """Returns the stored log-prob of one head as ``[*S]``, checked against the current one.
 
     Event dims that an un-``Independent`` distribution leaves are summed if and only if both sides
     have them; a trailing singleton by which the two differ is squeezed. Only shapes decide, so
     dims of equal size change nothing.
 
     Args:
-        current: log-prob under the current policy, ``[*S]`` or ``[*S, *event]``.
+        current: shape of the log-prob under the current policy, ``[*S]`` or ``[*S, *event]``.
         stored: log-prob that the data hold, or None.
         sample: the sample shape ``S``.
         head: name of the head.
@@ -70,14 +70,15 @@ def per_sample(
         ShapeError: names the head, the keys, both shapes and the expected one.
     """
     n = len(sample)
-    if stored is not None and stored.shape != current.shape:
-        if stored.shape == (*current.shape, 1):
+    shape = current
+    if stored is not None and stored.shape != shape:
+        if stored.shape == (*shape, 1):
             stored = stored.squeeze(-1)
-        elif current.shape == (*stored.shape, 1):
-            current = current.squeeze(-1)
-    fits = current.shape[:n] == sample and (stored is None or stored.shape == current.shape)
+        elif shape == (*stored.shape, 1):
+            shape = stored.shape
+    fits = shape[:n] == sample and (stored is None or stored.shape == shape)
     if not fits:
-        found = f"current log-prob {shown(current.shape)}"
+        found = f"current log-prob {shown(current)}"
         if stored is not None:
             found += f", stored log-prob {key!r} {shown(stored.shape)}"
         raise ShapeError(
@@ -86,7 +87,7 @@ def per_sample(
             "advantage the shape [*S, 1], where S is the batch shape of the actions (agents "
             "included), and store the log-prob that the actor itself writes."
         )
-    return sum_event(current, n), None if stored is None else sum_event(stored, n)
+    return None if stored is None else sum_event(stored, n)
 
 
 def mask_to_sample(mask: Tensor, sample: torch.Size, *, key: NestedKey) -> Tensor:

@@ -49,8 +49,7 @@ class StackHeads(TensorDictModuleBase):
                     f"StackHeads: no head under {key!r}. Keys present: {listing(tensordict)}."
                 )
             values.append(value)
-        shapes = {tuple(value.shape) for value in values}
-        if len(shapes) > 1:
+        if any(value.shape != values[0].shape for value in values):
             found = ", ".join(
                 f"{k!r} {list(v.shape)}" for k, v in zip(self.in_keys, values, strict=True)
             )

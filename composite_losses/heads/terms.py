@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import abc
 import warnings
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, kl_divergence
-
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -61,6 +61,26 @@ class Terms(abc.ABC):
     def neutral(self) -> Tensor | float:
         """Returns an action inside the support, for rows that do not count."""
 
+    def kind(self, ndim: int) -> Hashable | None:
+        """Returns what heads must share to be evaluated together, or None where one stands alone.
+
+        Args:
+            ndim: number of sample dims.
+        """
+        return None
+
+    def stacked(self, heads: Sequence[Terms], dim: int) -> Terms:
+        """Returns the terms of several heads of one kind, stacked at ``dim``."""
+        raise TypeError(f"{type(self).__name__} stands alone")
+
+    def alone(self) -> Terms:
+        """Returns the terms for a head that is evaluated by itself: ``[*S]`` or ``[*S, 1]``."""
+        return self
+
+    def stackable(self, action: Tensor) -> Tensor:
+        """Returns an action in the form in which those of several heads are stacked."""
+        return action
+
     @abc.abstractmethod
     def mode(self) -> Tensor:
         """Returns the deterministic action, ``[*batch_shape, *event_shape]``."""
@@ -83,6 +103,9 @@ class DistributionTerms(Terms):
             # one-hot variants subclass Categorical and keep its empty event shape
             self.event_shape = distribution.mode.shape[len(self.batch_shape) :]
         self.analytic = _has_entropy(distribution)
+        origin = type(getattr(distribution, "base_dist", distribution)).__module__
+        # elsewhere a formula may give NaN, which only a look at the values would show
+        self.trusted = origin.partition(".")[0] in ("torch", "torchrl", "tensordict")
         support = _support(distribution)
         self.discrete = support is not None and support.is_discrete
         low, high = getattr(distribution, "low", None), getattr(distribution, "high", None)
@@ -101,7 +124,10 @@ class DistributionTerms(Terms):
         """
         if self.analytic:
             try:
-                return in_float32(_tensor(self.distribution.entropy()))
+                value = in_float32(_tensor(self.distribution.entropy()))
+                known = self.trusted or torch.compiler.is_compiling() or value.is_meta
+                if known or bool(value.isfinite().all()):
+                    return value
             except NotImplementedError:
                 pass
         shape = torch.Size((samples,))

@@ -5,6 +5,7 @@ from composite_losses.losses.diagnosis import Diagnosis, diagnose
 from composite_losses.losses.groups import GroupLoss
 from composite_losses.losses.happo import HAPPOLoss
 from composite_losses.losses.multiagent import IPPOLoss, MAPPOLoss
+from composite_losses.losses.optim import param_groups
 from composite_losses.losses.parts import AdvantageNorm, EntropyTerm, ValueTerm
 from composite_losses.losses.policy import PolicyLoss
 from composite_losses.losses.ppo import ClipPPOLoss, KLPENPPOLoss, PPOLoss
@@ -31,4 +32,5 @@ __all__ = [
     "Score",
     "ValueTerm",
     "diagnose",
+    "param_groups",
 ]

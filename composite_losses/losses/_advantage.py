@@ -19,10 +19,11 @@ from composite_losses.heads.keys import (
     read,
     read_tensor,
 )
+from composite_losses.heads.scratch import Data, Scratch
 from composite_losses.heads.shapes import shown
 from composite_losses.losses import _frame
 from composite_losses.losses._frame import Frame
-from composite_losses.losses._torchrl import Mixin
+from composite_losses.losses._torchrl import Mixin, loss_context
 
 logger = logging.getLogger("composite_losses")
 
@@ -32,11 +33,11 @@ class AdvantageSide(Mixin):
 
     _shared_keys: dict[str, NestedKey]
 
-    def _stored_advantage(self, td: TensorDictBase) -> Tensor | TensorDictBase | None:
+    def _stored_advantage(self, td: Data) -> Tensor | TensorDictBase | None:
         """Returns the stored advantage, without its graph, or None."""
         value = read(td, self.tensor_keys.advantage)
         if isinstance(value, Tensor):
-            return value.detach()
+            return value.detach() if value.requires_grad else value
         if isinstance(value, TensorDictBase):
             if getattr(self.surrogate, "ratio", None) != "per_head":
                 raise ConfigError(
@@ -46,7 +47,7 @@ class AdvantageSide(Mixin):
             return value.detach()
         return None
 
-    def _frame(self, td: TensorDictBase, advantage: Tensor | TensorDictBase | None) -> Frame:
+    def _frame(self, td: Data, advantage: Tensor | TensorDictBase | None) -> Frame:
         """Returns the frame of the batch."""
         sample = _frame.sample_shape(
             td,
@@ -63,7 +64,7 @@ class AdvantageSide(Mixin):
         }
         return Frame(sample, td.batch_dims, mask, active)
 
-    def _longer_sample(self, td: TensorDictBase) -> torch.Size:
+    def _longer_sample(self, td: Scratch) -> torch.Size:
         """Returns the sample shape of a group whose TensorDict does not tell its agents apart."""
         root, names = td.batch_size, self.tensor_keys
         for key in (names.value, ("next", *path(names.reward))):
@@ -72,9 +73,17 @@ class AdvantageSide(Mixin):
                 continue
             if len(value.shape) > len(root) + 1 and value.shape[: len(root)] == root:
                 return value.shape[:-1]
-        return root
+        if self.critic_network is None or len(path(names.value)) < 2:
+            return root
+        # no entry has a sample's shape, so the critic's output must show it
+        held = self._with(self.critic_network, self.critic_network_params)
+        with torch.no_grad(), loss_context(self), held:
+            value = read_tensor(self.critic_network(td.tensordict().copy()), names.value)
+        if value is None or value.ndim < len(root) + 2 or value.shape[-1] != 1:
+            return root
+        return value.shape[:-1]
 
-    def _neutralise(self, td: TensorDictBase, frame: Frame, for_advantage: bool) -> None:
+    def _neutralise(self, td: Scratch, frame: Frame, for_advantage: bool) -> None:
         """Replaces what rows that do not count hold, wherever networks will read."""
         if frame.mask is None:
             return
@@ -96,12 +105,14 @@ class AdvantageSide(Mixin):
                     td, frame, names.reward, (names.done, names.terminated), dim
                 )
 
-    def _share_signals(self, td: TensorDictBase, frame: Frame) -> None:
+    def _share_signals(self, td: Scratch, frame: Frame) -> None:
         """Gives every agent, in a copy of the data, the reward and ends that a whole team shares.
 
         A group without an entry of its own takes the root's. What has the root's batch shape is
         expanded over the agents, decided by shapes, so that B = T = A changes nothing.
         """
+        if self.team_value:
+            self._open_groups(td)
         root, sample = td.batch_size, frame.sample
         wanted = (*root, 1) if self.team_value else (*sample, 1)
         for name in ("reward", "done", "terminated"):
@@ -124,7 +135,7 @@ class AdvantageSide(Mixin):
                     f"{shown(value.shape)}. Name it with set_keys({name}=...)."
                 )
 
-    def _computed_advantage(self, td: TensorDictBase, frame: Frame) -> tuple[Tensor, Tensor | None]:
+    def _computed_advantage(self, td: Scratch, frame: Frame) -> tuple[Tensor, Tensor | None]:
         """Returns (advantage, value target) from the value estimator, which writes on the copy.
 
         Raises:
@@ -150,7 +161,7 @@ class AdvantageSide(Mixin):
             )
         return advantage, td.get(names.value_target)
 
-    def _estimate(self, td: TensorDictBase, params: Any = None, target_params: Any = None) -> None:
+    def _estimate(self, td: Scratch, params: Any = None, target_params: Any = None) -> None:
         """Runs the value estimator on a copy of the data, whose entries are safe to read."""
         names = self.tensor_keys
         if self._value_estimator is None:
@@ -161,19 +172,28 @@ class AdvantageSide(Mixin):
             )
         if read(td, as_key(("next", *path(names.value)))) is None:
             # a value of one step only is not what an estimator can go by
-            td.exclude(names.value, inplace=True)
-        if self.team_value:
-            self._open_groups(td)
+            td.drop(names.value)
+        estimator = self.value_estimator
+        used = getattr(estimator, "tensor_keys", names)
+        for name in ("reward", "done"):
+            key = as_key(("next", *path(getattr(used, name))))
+            if read(td, key) is None:
+                raise MissingKeyError(
+                    f"{name} {key!r}: not found, and the advantage {names.advantage!r} cannot be "
+                    f"computed without it. Keys present: {listing(td)}. Fix: store it, or name it "
+                    f"with set_keys({name}=...)."
+                )
         if self._functional:
             params = self._cached_critic_network_params_detached if params is None else params
             if target_params is None:
                 target_params = self.target_critic_network_params
-        self.value_estimator(td, params=params, target_params=target_params)
+        estimator(td.tensordict(), params=params, target_params=target_params)
 
-    def _open_groups(self, td: TensorDictBase) -> None:
+    def _open_groups(self, data: Scratch) -> None:
         """Shortens the batch size of groups, in a copy, so that they can hold a team's entries."""
-        names = self.tensor_keys
-        for key in (names.advantage, names.value_target, names.value, names.reward):
+        names, td = self.tensor_keys, data.tensordict()
+        for name in ("advantage", "value_target", "value", "reward", "done", "terminated"):
+            key = getattr(names, name)
             for parts in (path(key)[:-1], ("next", *path(key)[:-1])):
                 node = read(td, as_key(parts)) if parts else None
                 if isinstance(node, TensorDictBase) and node.batch_dims > td.batch_dims:
@@ -186,8 +206,8 @@ class AdvantageSide(Mixin):
         """Returns the advantage and the value target of a batch, by key; the batch is unchanged."""
         self._settle(tensordict)
         names = self.tensor_keys
-        td = tensordict.copy()
-        td.exclude(names.advantage, inplace=True)
+        td = Scratch(tensordict)
+        td.drop(names.advantage)
         frame = self._frame(td, None)
         self._share_signals(td, frame)
         self._neutralise(td, frame, for_advantage=True)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.nn import dispatch
 from torch import Tensor, nn
 
 from composite_losses import functional as F
 from composite_losses.errors import ConfigError
-from composite_losses.heads import ActorProgram, Terms
+from composite_losses.heads import ActorProgram, Scratch, Terms
+from composite_losses.heads.blocks import Block, per_block
 from composite_losses.heads.chain import check_source
-from composite_losses.heads.shapes import sum_event
 from composite_losses.losses import _frame, _metrics
 from composite_losses.losses._advantage import AdvantageSide
 from composite_losses.losses._inspect import Inspection
@@ -42,6 +42,8 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
     label: ClassVar[str] = "PPO"
     objective_key: ClassVar[str] = "loss_objective"
     value_key: ClassVar[str] = "loss_critic"
+    # whether the metric stands before the loss among the outputs, as in TorchRL's A2C
+    entropy_first: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -134,12 +136,14 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
 
     # --- the template ---------------------------------------------------------------------------
 
-    @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Returns the losses and metrics of a batch: ``out_keys``; the input is unchanged.
 
         Args:
             tensordict: the data, of any batch size, with the entries that ``in_keys`` lists.
+            *args: instead of a TensorDict, tensors in the order of ``in_keys``; the result is a
+                tuple in the order of ``out_keys``.
+            **kwargs: tensors by their key, nested keys joined with ``"_"``.
 
         Raises:
             MissingKeyError: an entry is not there.
@@ -147,9 +151,21 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
             GraphError: a stored entry requires grad.
             NonFiniteError, ConfigError: under ``validate=True``, what the stored values show.
         """
+        if is_tensor_collection(tensordict) and not args and not kwargs:
+            return self._outputs(tensordict)
+        first = () if tensordict is None else (tensordict,)
+        return self._dispatched(*first, *args, **kwargs)
+
+    @dispatch
+    def _dispatched(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns the outputs of a batch that is given as tensors."""
+        return self._outputs(tensordict)
+
+    def _outputs(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns the losses and metrics of a batch."""
         self._settle(tensordict)
         self._warn_random()
-        td = tensordict.copy()
+        td = Scratch(tensordict)
         advantage = self._stored_advantage(td)
         frame = self._frame(td, advantage)
         if advantage is None:
@@ -160,22 +176,22 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
             advantage, fresh_target = self._computed_advantage(td, frame)
             if advantage.shape[:-1] != frame.sample:
                 frame = self._frame(tensordict, advantage)
-        proximal = td.copy() if self.delay_actor else None
+        proximal = td.fork() if self.delay_actor else None
         found = self._run_actor(td)
-        samples, terms = self._samples(
+        samples, parts = self._samples(
             tensordict, td, frame, found, advantage, proximal, fresh_target
         )
-        out = self._policy_outputs(samples, terms)
+        out = self._policy_outputs(samples, parts)
         if self.value is not None:
             out |= self._value_outputs(tensordict, td, frame)
-        return TensorDict({key: out[key] for key in self._all_out_keys()}, batch_size=[])
+        return packed({key: out[key] for key in self._all_out_keys()})
 
     def _settle(self, td: TensorDictBase) -> None:
         """Finds the heads of an actor that only a run reveals, at the first call."""
         if self._program.settled:
             return
         with torch.no_grad(), self._with(self.actor_network, self.actor_network_params):
-            self._program.run(td.copy())
+            self._program.run(Scratch(td))
         self._plan = self._compiled_plan()
         self._bind()
 
@@ -200,46 +216,44 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
 
     # --- 4 to 7 objective, entropy, reduce, write -----------------------------------------------
 
-    def _policy_outputs(self, samples: Samples, terms: list[Terms]) -> dict[str, Tensor]:
+    def _policy_outputs(self, samples: Samples, parts: list[Block]) -> dict[str, Tensor]:
         """Returns the policy losses and metrics."""
         objective = self.surrogate(samples)
-        out = {self.objective_key: self._reduced(-objective, samples.mask)}
-        names = self._plan.names
+        out = {self.objective_key: self._reduced(-objective, samples.row_mask)}
         if self.metrics or self.entropy_bonus:
-            entropy = self._entropies(terms, samples)
+            entropy = self._entropies(parts, samples)
+            total = entropy if entropy.shape[-1] == 1 else entropy.sum(-1, keepdim=True)
             if self.entropy_bonus:
-                loss = self.entropy(entropy, samples.active)
-                out["loss_entropy"] = self._reduced(loss, samples.mask)
+                loss = self.entropy(entropy, total)
+                out["loss_entropy"] = self._reduced(loss, samples.row_mask)
             if self.metrics:
-                out |= _metrics.entropy_metrics(entropy, samples, names)
-        out |= self.surrogate.reports(samples)
-        if self.metrics and self.surrogate.uses_ratio:
-            out |= _metrics.ratio_metrics(samples, self.surrogate)
-            if len(names) > 1:
-                out |= _metrics.head_ratio_metrics(samples, self.surrogate, names)
-        return out
+                names = self._plan.names
+                out |= _metrics.collected(samples, self.surrogate, entropy, total, names)
+        return out | self.surrogate.reports(samples)
 
-    def _entropies(self, terms: list[Terms], samples: Samples) -> Tensor:
+    def _entropies(self, parts: list[Block], samples: Samples) -> Tensor:
         """Returns the heads' entropies in nats, ``[*S, H]``; without a graph where only logged."""
         n = samples.log_prob.ndim - 1
         only_logged = not self.entropy_bonus or self.entropy.off
+
+        def entropy(terms: Terms) -> Tensor:
+            try:
+                return terms.entropy(self.entropy.samples)
+            except NotImplementedError:
+                if not only_logged:
+                    raise
+                return samples.log_prob.new_full(terms.batch_shape, float("nan"))
+
         with torch.set_grad_enabled(torch.is_grad_enabled() and not only_logged):
-            each = []
-            for term in terms:
-                try:
-                    each.append(sum_event(term.entropy(self.entropy.samples), n))
-                except NotImplementedError:
-                    if not only_logged:
-                        raise
-                    each.append(torch.full_like(samples.log_prob[..., 0], float("nan")).detach())
-            return F.fill(torch.stack(each, -1), samples.valid_heads)
+            return F.fill(per_block(parts, entropy, n), samples.valid_heads)
 
     def _reduced(self, loss: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns a loss ``[*S]`` reduced over the rows that count."""
+        """Returns a loss ``[*S, 1]`` reduced over the rows that count."""
         count = None
         if self.sync_counts and self.reduction == "mean":
             count = _metrics.all_reduced_count(F.valid_count(loss, mask))
-        return F.reduce(loss, mask, self.reduction, count=count)
+        out = F.reduce(loss, mask, self.reduction, count=count)
+        return out.squeeze(-1) if self.reduction == "none" else out
 
     def _all_out_keys(self) -> list[str]:
         """Names of all outputs, losses first."""
@@ -247,12 +261,15 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
         names = self._plan.names if len(self._plan.names) > 1 else ()
         if self.value is not None:
             keys.append(self.value_key)
+        if self.metrics and self.entropy_first:
+            keys.append("entropy")
         if self.entropy_bonus:
             keys.append("loss_entropy")
         keys += self.surrogate.report_keys
         if not self.metrics:
             return keys
-        keys += ["entropy", *(f"entropy/{name}" for name in names)]
+        keys += [] if self.entropy_first else ["entropy"]
+        keys += [f"entropy/{name}" for name in names]
         if self.surrogate.uses_ratio:
             keys += _metrics.RATIO_METRICS
             keys += [f"{metric}/{name}" for metric in _metrics.HEAD_METRICS for name in names]
@@ -290,3 +307,8 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
         reset = getattr(self.surrogate, "reset", None)
         if callable(reset):
             reset()
+
+
+def packed(entries: dict[str, Tensor]) -> TensorDict:
+    """Returns outputs as a TensorDict of batch size ``[]``, without looking at each again."""
+    return cast(TensorDict, TensorDict._new_unsafe(entries, batch_size=torch.Size(())))

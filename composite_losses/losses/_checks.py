@@ -52,16 +52,14 @@ def check_actions(
             )
 
 
-def check_policy(
-    plan: HeadPlan, frame: Frame, current: list[Tensor], active: Tensor | None
-) -> None:
+def check_policy(plan: HeadPlan, frame: Frame, log_prob: Tensor, active: Tensor | None) -> None:
     """Raises unless every action that counts has a finite current log-prob.
 
     Raises:
         NonFiniteError: names the head and the number of rows.
     """
     for i, head in enumerate(plan.heads):
-        broken = count_rows(~current[i].isfinite(), frame, active, i)
+        broken = count_rows(~log_prob[..., i].isfinite(), frame, active, i)
         if broken:
             raise NonFiniteError(
                 f"head {head.name!r} ({head.action!r}): the current log-prob is not finite in "
@@ -85,7 +83,7 @@ def check_behaviour(
     if behaviour is None or old is None:
         return
     if behaviour.joint is not None:
-        bad = _count(~old.isfinite(), mask)
+        bad = _count(~old.squeeze(-1).isfinite(), mask)
         if bad:
             raise NonFiniteError(_message(f"joint log-prob {behaviour.joint_key!r}", bad))
         return

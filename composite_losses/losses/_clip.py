@@ -22,7 +22,7 @@ CLIP: dict[str, Any] = {
 class ClipDoor(Door):
     """Mixin of a loss of the door whose surrogate is ``Clip``."""
 
-    surrogate: Clip
+    surrogate: Any
 
     def _surrogate(self, options: dict[str, Any]) -> Surrogate:
         """Returns the clipped surrogate."""

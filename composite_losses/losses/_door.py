@@ -84,6 +84,7 @@ def translate(options: dict[str, Any], surrogate: Surrogate) -> dict[str, Any]:
     coeff = options.pop("critic_coeff", None)
     keep_value = critic is not None and not (isinstance(coeff, (int, float)) and coeff == 0)
     kind, clip = options.pop("loss_critic_type"), options.pop("clip_value")
+    multi_agent = "value_norm" in options
     norm = options.pop("value_norm", None)
     value = ValueTerm(kind, coeff=1.0 if coeff is None else coeff, clip=clip, norm=norm)
     bonus = options.pop("entropy_bonus", True)
@@ -97,12 +98,12 @@ def translate(options: dict[str, Any], surrogate: Surrogate) -> dict[str, Any]:
         "value": value if keep_value else None,
         "entropy": entropy,
         "entropy_bonus": bonus,
-        "advantage": _advantage_part(options),
+        "advantage": _advantage_part(options, multi_agent),
         **options,
     }
 
 
-def _advantage_part(options: dict[str, Any]) -> nn.Module | None:
+def _advantage_part(options: dict[str, Any], per_agent: bool) -> nn.Module | None:
     """Returns the advantage part that TorchRL's options ask for."""
     standardise = options.pop("normalize_advantage", False)
     exclude = options.pop("normalize_advantage_exclude_dims", ())
@@ -114,7 +115,9 @@ def _advantage_part(options: dict[str, Any]) -> nn.Module | None:
         )
     if norm is not None:
         return AdvantageScale(norm)
-    return AdvantageNorm(exclude_dims=tuple(exclude)) if standardise else None
+    if not standardise:
+        return None
+    return AdvantageNorm(exclude_dims=tuple(exclude), pool_all=per_agent)
 
 
 def assign(part: nn.Module, name: str, value: Any) -> None:

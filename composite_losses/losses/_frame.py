@@ -18,6 +18,7 @@ from composite_losses import functional as F
 from composite_losses.errors import MissingKeyError, ShapeError
 from composite_losses.heads.keys import as_key, holder_batch, listing, path, read, read_tensor
 from composite_losses.heads.plan import HeadPlan
+from composite_losses.heads.scratch import Data, Scratch
 from composite_losses.heads.shapes import mask_to_sample, shown
 
 
@@ -48,7 +49,7 @@ class Frame:
 
 
 def sample_shape(
-    td: TensorDictBase,
+    td: Data,
     plan: HeadPlan,
     advantage: Tensor | TensorDictBase | None,
     *,
@@ -105,7 +106,7 @@ def _log_probs(plan: HeadPlan) -> str:
 
 
 def find_mask(
-    td: TensorDictBase,
+    td: Data,
     sample: torch.Size,
     optional: Iterable[NestedKey],
     required: Iterable[NestedKey],
@@ -126,7 +127,7 @@ def find_mask(
     return mask
 
 
-def required_mask(td: TensorDictBase, sample: torch.Size, key: NestedKey) -> Tensor:
+def required_mask(td: Data, sample: torch.Size, key: NestedKey) -> Tensor:
     """Returns the mask under ``key``, ``[*S]``.
 
     Raises:
@@ -161,7 +162,7 @@ def _keys(module: nn.Module) -> list[NestedKey]:
 
 
 def neutralise(
-    td: TensorDictBase,
+    td: Scratch,
     keys: Iterable[NestedKey],
     frame: Frame,
     *,
@@ -221,7 +222,7 @@ def mask_for(value: Tensor, frame: Frame) -> Tensor | None:
 
 
 def neutralise_trajectory(
-    td: TensorDictBase, frame: Frame, reward: NestedKey, ends: Iterable[NestedKey], time_dim: int
+    td: Scratch, frame: Frame, reward: NestedKey, ends: Iterable[NestedKey], time_dim: int
 ) -> None:
     """Cuts the trajectories, in a copy of the data, where a row that does not count follows.
 
@@ -252,7 +253,7 @@ def neutralise_trajectory(
         td.set(key, end)
 
 
-def time_dim(td: TensorDictBase) -> int | None:
+def time_dim(td: Data) -> int | None:
     """Returns the dim named "time", else the last batch dim, else None."""
     names = list(td.names) if td.batch_dims else []
     if "time" in names:

@@ -25,9 +25,9 @@ SHARED_KEYS = ("reward", "done", "terminated")
 class GroupEstimator:
     """Computes the advantages and value targets of all groups, and writes them into the data."""
 
-    def __init__(self, losses: Mapping[str, BaseLoss]) -> None:
-        """Keeps the members that have a critic."""
-        self.losses = {name: loss for name, loss in losses.items() if loss.critic_network}
+    def __init__(self, groups: Groups) -> None:
+        """Keeps the loss whose members estimate."""
+        self.groups = groups
 
     def __call__(
         self, tensordict: TensorDictBase, params: Any = None, target_params: Any = None
@@ -38,8 +38,13 @@ class GroupEstimator:
             tensordict: the data, time along the dim named "time" (else the last batch dim).
             params: group name → critic parameters; the current ones, detached, by default.
             target_params: group name → critic parameters of the next state.
+
+        Raises:
+            MissingKeyError: a group has no entry in the data and ``missing`` is "error".
         """
-        for name, loss in self.losses.items():
+        for name, loss in self.groups.losses.items():
+            if loss.critic_network is None or self.groups._skips(name, tensordict):
+                continue
             entries = loss._estimated(
                 tensordict, (params or {}).get(name), (target_params or {}).get(name)
             )
@@ -69,7 +74,11 @@ class Groups(LossModule):
         for name, loss in losses.items():
             self.add_module(_child(name), loss)
             _adopt(loss, name)
-        self.register_buffer("coeff", None if coeff is None else _vector(coeff, self._names))
+        weights = None if coeff is None else _vector(coeff, self._names)
+        first = next(iter(self.parameters()), None)
+        if weights is not None and first is not None:
+            weights = weights.to(first.device)
+        self.register_buffer("coeff", weights)
 
     @classmethod
     def from_group_map(
@@ -102,7 +111,7 @@ class Groups(LossModule):
             raise MissingKeyError(
                 f"group {name!r}: not known; the groups are {', '.join(map(repr, self._names))}."
             )
-        return self._modules[_child(name)]  # type: ignore[return-value]
+        return self._modules[_child(name)]
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -120,15 +129,8 @@ class Groups(LossModule):
         entries: dict[str, Tensor] = {}
         for position, name in enumerate(self._names):
             member = self._member(name)
-            out = self._blank(member, tensordict)
-            if out is None:
-                out = dict(member(tensordict).items())
-            elif self.missing == "error":
-                raise MissingKeyError(
-                    f"group {name!r}: the data hold no entry of it. Keys present: "
-                    f"{listing(tensordict)}. Fix: collect it, or build the loss with "
-                    "missing='skip'."
-                )
+            skipped = self._skips(name, tensordict)
+            out = _blank(member) if skipped else dict(member(tensordict).items())
             for key, value in out.items():
                 entries[f"{name}/{key}"] = value
                 if key.startswith("loss"):
@@ -136,22 +138,23 @@ class Groups(LossModule):
                     totals[key] = totals[key] + part if key in totals else part
         return TensorDict(totals | entries, batch_size=[])
 
-    def _blank(self, member: BaseLoss, td: TensorDictBase) -> dict[str, Tensor] | None:
-        """Returns the outputs of a group that has no entry in the data, or None where it has one.
+    def _skips(self, name: str, td: TensorDictBase) -> bool:
+        """Returns whether a group has no entry in the data, and may have none.
 
-        The losses are leaves that require grad, so that a backward pass over nothing else works.
+        A root entry that the networks of several groups read is no group's own.
         """
+        member = self._member(name)
         if any(read(td, head.action) is not None for head in member._plan.heads):
-            return None
-        if any(read(td, key) is not None for key in member._program.input_keys):
-            return None
-        like = next(iter(member.parameters()), torch.zeros(()))
-        return {
-            key: torch.zeros((), device=like.device, dtype=like.dtype, requires_grad=True)
-            if key.startswith("loss")
-            else torch.full((), float("nan"), device=like.device, dtype=like.dtype)
-            for key in member._all_out_keys()
-        }
+            return False
+        shared = {k for n in self._names if n != name for k in self._member(n)._network_keys()}
+        if any(read(td, key) is not None for key in member._network_keys() if key not in shared):
+            return False
+        if self.missing == "error":
+            raise MissingKeyError(
+                f"group {name!r}: the data hold no entry of it. Keys present: {listing(td)}. "
+                "Fix: collect it, or build the loss with missing='skip'."
+            )
+        return True
 
     # --- keys -----------------------------------------------------------------------------------
 
@@ -161,16 +164,31 @@ class Groups(LossModule):
         Args:
             group: the group; without one, plain names are set inside every group, and a bare
                 ``action="action"`` (TorchRL's trainers send it) changes nothing.
-            **keys: see the members' ``set_keys``.
+            **keys: see the members' ``set_keys``. ``None`` restores the group's default. A reward,
+                done or terminated key other than the default has no entry at the root to fall
+                back to.
         """
         if group is not None:
-            self._member(group).set_keys(**keys)
+            self._set_keys(group, keys)
             return
         if keys.get("action") == "action":
             keys = {name: key for name, key in keys.items() if name != "action"}
         for name in self._names:
             own = {k: (name, v) if isinstance(v, str) else v for k, v in keys.items()}
-            self._member(name).set_keys(**own)
+            self._set_keys(name, own)
+
+    def _set_keys(self, group: str, keys: Mapping[str, Any]) -> None:
+        """Sets keys of one group's loss; None is the group's default where it has its own."""
+        member = self._member(group)
+        defaults = {name: _default(member, group, name) for name in GROUP_KEYS}
+        own = {k: defaults[k] if v is None and k in defaults else v for k, v in keys.items()}
+        member.set_keys(**own)
+        for name in SHARED_KEYS:
+            if name not in own:
+                continue
+            member._shared_keys.pop(name, None)
+            if path(own[name]) == path(defaults[name]):
+                member._shared_keys[name] = getattr(member.default_keys(), name)
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -220,7 +238,7 @@ class Groups(LossModule):
     @property
     def value_estimator(self) -> GroupEstimator:
         """Callable that writes every group's advantage and value target into the data."""
-        return GroupEstimator(self.losses)
+        return GroupEstimator(self)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -276,11 +294,16 @@ def _vector(coeff: Mapping[str, float], names: tuple[str, ...]) -> Tensor:
     return torch.stack([scalar(f"coeff[{name!r}]", coeff.get(name, 1.0)) for name in names])
 
 
+def _default(loss: BaseLoss, group: str, name: str) -> NestedKey:
+    """Returns a member's default key of the given name, inside its group."""
+    return as_key((group, *path(getattr(loss.default_keys(), name))))
+
+
 def _adopt(loss: BaseLoss, group: str) -> None:
     """Points the keys that a member still has at their defaults at the group's entries."""
     defaults = loss.default_keys()
     own = {
-        name: as_key((group, *path(getattr(defaults, name))))
+        name: _default(loss, group, name)
         for name in GROUP_KEYS
         if getattr(loss.tensor_keys, name) == getattr(defaults, name)
     }
@@ -288,3 +311,18 @@ def _adopt(loss: BaseLoss, group: str) -> None:
         if name in own:
             loss._shared_keys[name] = getattr(defaults, name)
     loss.set_keys(**own)
+
+
+def _blank(member: BaseLoss) -> dict[str, Tensor]:
+    """Returns the outputs of a group that has no entry in the data: losses 0, metrics NaN.
+
+    The losses are leaves that require grad, so that a backward pass over nothing else works.
+    """
+    like = next(iter(member.parameters()), torch.zeros(()))
+    options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+    return {
+        key: torch.zeros((), requires_grad=True, **options)
+        if key.startswith("loss")
+        else torch.full((), float("nan"), **options)
+        for key in member._all_out_keys()
+    }

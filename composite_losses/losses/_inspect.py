@@ -5,7 +5,8 @@ from __future__ import annotations
 from tensordict import TensorDict, TensorDictBase
 
 from composite_losses import functional as F
-from composite_losses.heads import find
+from composite_losses.heads import Scratch, find
+from composite_losses.heads.blocks import neutralised
 from composite_losses.heads.chain import as_tensordict
 from composite_losses.losses._torchrl import Mixin, loss_context
 
@@ -22,7 +23,7 @@ class Inspection(Mixin):
         """
         self._settle(tensordict)
         with loss_context(self):
-            td = tensordict.copy()
+            td = Scratch(tensordict)
             frame = self._frame(td, self._stored_advantage(td))
             self._neutralise(td, frame, for_advantage=False)
             terms = self._run_actor(td)
@@ -30,10 +31,14 @@ class Inspection(Mixin):
                 self._program, self._plan, tensordict, source=self.source, joint_ok=True
             )
             active = self._active(frame, terms)
-            actions = self._actions(tensordict, frame, terms, active)
+            actions = self._actions(tensordict, terms)
             current = TensorDict({}, batch_size=tensordict.batch_size)
             for i, (head, term) in enumerate(zip(self._plan.heads, terms, strict=True)):
-                value = F.fill(term.log_prob(actions[i]), frame.head_mask(i))
+                mask = frame.mask
+                if active is not None:
+                    mask = F.combine_masks(mask, active[..., i])
+                action = actions[i] if mask is None else neutralised(actions[i], mask, term)
+                value = F.fill(term.log_prob(action), mask)
                 current.set(head.slot if head.column is not None else head.action, value)
                 stored = behaviour.stored[i]
                 if stored is not None and stored.shape == (*value.shape, 1):

@@ -1,4 +1,4 @@
-"""Metrics: 0-dim, detached, over the entries that count."""
+"""Metrics: 0-dim, detached, over the entries that count, gathered in one pass over the batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from composite_losses import functional as F
 from composite_losses.losses.samples import Samples
-from composite_losses.losses.surrogates import Surrogate, head_means
+from composite_losses.losses.surrogates import Surrogate
 
 RATIO_METRICS = (
     "kl_approx",
@@ -20,52 +20,109 @@ RATIO_METRICS = (
 HEAD_METRICS = ("kl_approx", "clip_fraction")
 
 
-def ratio_metrics(samples: Samples, surrogate: Surrogate) -> dict[str, Tensor]:
-    """Returns the metrics of the ratio, per batch.
+class Means:
+    """Means over the batch of any number of per-sample columns, taken together."""
+
+    def __init__(self, rows: Tensor | None, heads: Tensor | None) -> None:
+        """Keeps where a row ``[*S, 1]`` and where a head ``[*S, H]`` counts; None: everywhere."""
+        self.rows, self.heads = rows, heads
+        self.names: list[str] = []
+        self.columns: list[Tensor] = []
+
+    def add(self, names: list[str], columns: Tensor) -> None:
+        """Adds columns, ``[*S, 1]`` or ``[*S, H]``, with one name each."""
+        self.names += names
+        self.columns.append(columns)
+
+    def result(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns (name → mean, name → number of entries), 0-dim; the mean of nothing is 0."""
+        joined = torch.cat(self.columns, -1) if len(self.columns) > 1 else self.columns[0]
+        dims = list(range(joined.ndim - 1))
+        if self.rows is None and self.heads is None and joined.numel():
+            means = joined.mean(dims) if dims else joined
+            return dict(zip(self.names, means.unbind(), strict=True)), {}
+        valid = torch.cat([self._valid(c) for c in self.columns], -1)
+        sums = F.fill(joined, valid)
+        count = valid
+        if dims:
+            sums, count = sums.sum(dims), valid.sum(dims)
+        count = count.to(joined.dtype)
+        means = sums / count.clamp_min(1)
+        return (
+            dict(zip(self.names, means.unbind(), strict=True)),
+            dict(zip(self.names, count.unbind(), strict=True)),
+        )
+
+    def _valid(self, column: Tensor) -> Tensor:
+        """Returns where the entries of a column count."""
+        mask = self.rows if column.shape[-1] == 1 or self.heads is None else self.heads
+        if mask is None:
+            return torch.ones_like(column, dtype=torch.bool)
+        return mask.expand_as(column)
+
+
+@torch.no_grad()
+def collected(
+    samples: Samples,
+    surrogate: Surrogate,
+    entropy: Tensor,
+    total: Tensor,
+    names: tuple[str, ...],
+) -> dict[str, Tensor]:
+    """Returns the metrics of the policy.
 
     ``kl_approx``, ``kl_k3`` and ``clip_fraction`` describe the ratio that the trust region acts on
     (π/π_prox); ``ESS``, ``max_ratio`` and ``mean_ratio`` the weight of the data (π/π_behaviour).
+    ``<metric>/<head>`` is NaN where only a joint log-prob is known.
     """
-    mask = samples.mask
-    log_ratio = samples.joint_log_ratio.detach()
-    weight = samples.behaviour_log_ratio
-    ratio = F.ratio(weight)
-    return {
-        "kl_approx": F.masked_mean(F.k1(log_ratio), mask),
-        "kl_k3": F.masked_mean(F.k3(log_ratio), mask),
-        "clip_fraction": surrogate.clip_fraction(samples).detach(),
-        "ESS": F.effective_sample_size(weight, mask),
-        "max_ratio": F.masked_max(ratio, mask),
-        "mean_ratio": F.masked_mean(ratio, mask),
-    }
-
-
-def head_ratio_metrics(
-    samples: Samples, surrogate: Surrogate, names: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """Returns ``kl_approx/<head>`` and ``clip_fraction/<head>``; NaN for a joint log-prob."""
-    if samples.joint_only:
+    several = len(names) > 1
+    means = Means(samples.row_mask, samples.valid_heads)
+    means.add(["entropy"], total)
+    if several:
+        means.add([f"entropy/{name}" for name in names], entropy)
+    if surrogate.uses_ratio:
+        _add_ratio(means, samples, surrogate, names)
+    out, count = means.result()
+    if not surrogate.uses_ratio:
+        return out
+    if "clip_fraction" not in out:
+        each = [f"clip_fraction/{name}" for name in names]
+        stacked = torch.stack([out[key] for key in each])
+        if count:
+            weights = torch.stack([count[key] for key in each])
+            out["clip_fraction"] = (stacked * weights).sum() / weights.sum().clamp_min(1)
+        else:
+            out["clip_fraction"] = stacked.mean()
+    if several and samples.joint_only:
         nan = samples.log_prob.new_full((), float("nan"))
-        return {f"{metric}/{name}": nan.clone() for metric in HEAD_METRICS for name in names}
-    log_ratio = samples.log_ratio
-    if log_ratio is None:
-        return {}
-    kl = head_means(-log_ratio.detach(), samples.valid_heads)
-    clip = surrogate.head_clip_fraction(samples).detach()
-    out = {f"kl_approx/{name}": value for name, value in zip(names, kl.unbind(), strict=True)}
-    return out | {
-        f"clip_fraction/{name}": value for name, value in zip(names, clip.unbind(), strict=True)
-    }
-
-
-def entropy_metrics(entropy: Tensor, samples: Samples, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Returns ``entropy`` (nats, summed over heads) and, for several, ``entropy/<head>``."""
-    entropy = entropy.detach()
-    out = {"entropy": F.masked_mean(F.entropy_sum(entropy, 1.0, samples.active), samples.mask)}
-    if len(names) > 1:
-        each = head_means(entropy, samples.valid_heads)
-        out |= {f"entropy/{name}": v for name, v in zip(names, each.unbind(), strict=True)}
+        out |= {f"{metric}/{name}": nan.clone() for metric in HEAD_METRICS for name in names}
+    out["ESS"] = F.effective_sample_size(samples.behaviour_log_ratio, samples.row_mask)
+    out["max_ratio"] = F.masked_max(samples.ratio, samples.row_mask)
     return out
+
+
+def _add_ratio(
+    means: Means, samples: Samples, surrogate: Surrogate, names: tuple[str, ...]
+) -> None:
+    """Adds the columns of the ratio's metrics."""
+    joint, log_ratio = samples.joint_log_ratio, samples.log_ratio
+    separate = len(names) > 1 and not samples.joint_only and log_ratio is not None
+    means.add(["kl_approx"], -joint)
+    means.add(["kl_k3"], F.k3(joint) if samples.correction is not None else _k3(samples))
+    means.add(["mean_ratio"], samples.ratio)
+    clipped = surrogate.clipped(samples)
+    if clipped.shape[-1] == 1:
+        means.add(["clip_fraction"], clipped)
+    if separate and log_ratio is not None:
+        means.add([f"kl_approx/{name}" for name in names], -log_ratio)
+        means.add([f"clip_fraction/{name}" for name in names], surrogate.head_clipped(samples))
+
+
+def _k3(samples: Samples) -> Tensor:
+    """Returns r − 1 − log r where the weight of the data is the ratio itself."""
+    if samples.cap is not None:
+        return F.k3(samples.joint_log_ratio)
+    return torch.expm1(samples.bounded) - samples.bounded
 
 
 def all_reduced_count(count: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError
 from composite_losses.heads.keys import as_key, path
+from composite_losses.heads.modules import calls
 from composite_losses.losses._torchrl import Mixin
 
 # modules that draw random numbers in train mode, whatever their options
@@ -28,6 +29,34 @@ def draws_random(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return isinstance(module, RANDOM_MODULES)
+
+
+class Held:
+    """Where a network and a parameter tree keep the same tensors, as long as they do."""
+
+    def __init__(self, network: nn.Module, params: TensorDictParams) -> None:
+        """Pairs every entry of the tree with the network's own."""
+        self.params, self.tree = params, params._param_td
+        self.pairs: list[tuple[Any, Any, str]] | None = []
+        self.same = False
+        for key in self.tree.keys(True, True):
+            *parents, name = path(key)
+            module: Any = network
+            node: Any = self.tree
+            for parent in parents:
+                module, node = module._modules.get(parent), node.get(parent, None)
+                if module is None or node is None:
+                    self.pairs = None
+                    return
+            own = module._parameters if name in module._parameters else module._buffers
+            self.pairs.append((own, node, name))
+
+    def look(self) -> bool:
+        """Returns whether every tensor of the tree is the network's."""
+        self.same = self.pairs is not None and all(
+            own.get(name) is node._get_str(name, None) for own, node, name in self.pairs
+        )
+        return self.same
 
 
 class Networks(Mixin):
@@ -76,6 +105,8 @@ class Networks(Mixin):
             self.critic_network = critic
             self.critic_network_params = None
             self.target_critic_network_params = None
+        self._critic_calls = [] if critic is None else list(calls(critic))
+        self._held: dict[int, Held] = {}
 
     @property
     def functional(self) -> bool:
@@ -86,12 +117,21 @@ class Networks(Mixin):
         self, network: nn.Module, params: TensorDictParams | None
     ) -> contextlib.AbstractContextManager[Any]:
         """Context in which the network holds the given parameters."""
-        if not self._functional or params is None:
+        if not self._functional or params is None or self._holds(network, params):
             return contextlib.nullcontext()
         return cast(
             contextlib.AbstractContextManager[Any],
             params.to_module(network, preserve_module_state=False),
         )
+
+    def _holds(self, network: nn.Module, params: TensorDictParams) -> bool:
+        """Returns whether the network's own parameters are the given ones: no need to swap them."""
+        held = self._held.get(id(network))
+        if torch.compiler.is_compiling():
+            return held is not None and held.params is params and held.same
+        if held is None or held.params is not params or held.tree is not params._param_td:
+            held = self._held[id(network)] = Held(network, params)
+        return held.look()
 
     @property
     def _cached_critic_network_params_detached(self) -> TensorDictBase | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
@@ -11,21 +11,22 @@ from torch import Tensor
 
 from composite_losses import functional as F
 from composite_losses.errors import MissingKeyError, ShapeError
-from composite_losses.heads import Behaviour, Terms, find
+from composite_losses.heads import Behaviour, Scratch, Terms, find
+from composite_losses.heads.blocks import Block, blocks, divergences, log_probs
 from composite_losses.heads.chain import detached, stored_action
 from composite_losses.heads.keys import read, read_tensor
-from composite_losses.heads.shapes import fit_action, per_sample, shown, sum_event
+from composite_losses.heads.shapes import fit_action, per_sample, shown
 from composite_losses.heads.terms import in_float32
 from composite_losses.losses._checks import check_actions, check_behaviour, check_policy
 from composite_losses.losses._frame import Frame, mask_for
 from composite_losses.losses._torchrl import Mixin, loss_context
-from composite_losses.losses.samples import Samples
+from composite_losses.losses.samples import Samples, valid_heads
 
 
 class PolicySide(Mixin):
     """Mixin of a loss: from the data to the tensors of the policy terms."""
 
-    def _run_actor(self, td: TensorDictBase, params: Any = None) -> list[Terms]:
+    def _run_actor(self, td: Scratch, params: Any = None) -> list[Terms]:
         """Returns the terms of every head, in the plan's order; one network pass."""
         params = self.actor_network_params if params is None else params
         with self._with(self.actor_network, params):
@@ -38,27 +39,14 @@ class PolicySide(Mixin):
             )
         return [found[head.slot] for head in self._plan.heads]
 
-    def _actions(
-        self,
-        td: TensorDictBase,
-        frame: Frame,
-        terms: list[Terms],
-        active: Tensor | None,
-    ) -> list[Tensor]:
-        """Returns the stored actions as their distributions expect them, safe where masked."""
-        actions = []
-        for position, (head, term) in enumerate(zip(self._plan.heads, terms, strict=True)):
-            action = self._stored_action(td, position)
-            action = fit_action(action, term.batch_shape, term.event_shape, key=head.action)
-            mask = frame.mask
-            if active is not None:
-                mask = F.combine_masks(mask, active[..., position])
-            if mask is not None:
-                wide = mask.reshape(mask.shape + (1,) * (action.ndim - mask.ndim))
-                neutral = torch.as_tensor(term.neutral(), device=action.device)
-                action = torch.where(wide, action, neutral.to(action.dtype))
-            actions.append(action)
-        return actions
+    def _actions(self, td: TensorDictBase, terms: list[Terms]) -> list[Tensor]:
+        """Returns the stored actions in the shapes that their distributions expect."""
+        return [
+            fit_action(
+                self._stored_action(td, i), term.batch_shape, term.event_shape, key=head.action
+            )
+            for i, (head, term) in enumerate(zip(self._plan.heads, terms, strict=True))
+        ]
 
     def _stored_action(self, td: TensorDictBase, position: int) -> Tensor:
         """Returns the stored action of a head."""
@@ -76,19 +64,19 @@ class PolicySide(Mixin):
     def _samples(
         self,
         original: TensorDictBase,
-        td: TensorDictBase,
+        td: Scratch,
         frame: Frame,
         terms: list[Terms],
         advantage: Tensor | TensorDictBase,
-        proximal: TensorDictBase | None,
+        proximal: Scratch | None,
         fresh_target: Tensor | None,
-    ) -> tuple[Samples, list[Terms]]:
-        """Returns the tensors that the surrogate sees."""
+    ) -> tuple[Samples, list[Block]]:
+        """Returns the tensors that the surrogate sees, and the heads in blocks."""
         active = self._active(frame, terms)
-        actions = self._actions(original, frame, terms, active)
+        actions = self._actions(original, terms)
         if self.validate:
             check_actions(self._plan, frame, terms, actions, active)
-        current = [t.log_prob(a) for t, a in zip(terms, actions, strict=True)]
+        parts = blocks(terms, len(frame.sample))
         parameters = self._blended_parameters(original, td, frame, active)
         behaviour = None
         if self.surrogate.uses_ratio:
@@ -101,14 +89,14 @@ class PolicySide(Mixin):
                 parameters=parameters,
             )
         mask = frame.mask if active is None else F.combine_masks(frame.mask, active.any(-1))
-        log_prob, old = self._aligned(frame, current, behaviour, actions, active, mask)
+        log_prob, old = self._aligned(frame, parts, behaviour, actions, active, mask)
         if self.validate:
-            check_policy(self._plan, frame, current, active)
+            check_policy(self._plan, frame, log_prob, active)
             check_behaviour(self._plan, frame, behaviour, old, active, mask)
         scaled = self._advantages(advantage, frame, mask, fresh_target)
         factor = self._factor(original, frame, mask)
         if factor is not None:
-            scaled = scaled * (factor if scaled.ndim == factor.ndim else factor.unsqueeze(-1))
+            scaled = scaled * factor
         samples = Samples(
             log_prob=log_prob,
             advantage=scaled,
@@ -122,19 +110,19 @@ class PolicySide(Mixin):
             prox = old
             if proximal is not None:
                 prox_terms, prox = self._proximal(proximal, frame, actions, active, mask, samples)
-            valid = mask if samples.joint_only else samples.valid_heads
-            now = log_prob.sum(-1) if samples.joint_only else log_prob
-            samples.log_ratio = F.log_ratio(now, prox, valid)
+            now = log_prob.sum(-1, keepdim=True) if samples.joint_only else log_prob
+            # masked entries are 0 on both sides
+            samples.log_ratio = now - prox
             if proximal is not None:
-                samples.correction = F.log_ratio(prox, old, valid)
+                samples.correction = prox - old
         if self.surrogate.uses_kl:
-            samples.kl = self._kl(original, parameters, prox_terms, terms, frame, samples)
-        return samples, terms
+            samples.kl = self._kl(original, parameters, prox_terms, parts, frame, samples)
+        return samples, parts
 
     def _blended_parameters(
         self,
         original: TensorDictBase,
-        td: TensorDictBase,
+        td: Scratch,
         frame: Frame,
         active: Tensor | None,
     ) -> TensorDictBase | None:
@@ -144,6 +132,8 @@ class PolicySide(Mixin):
         stored = TensorDict({}, batch_size=original.batch_size)
         for key in self._program.parameter_keys:
             value, now = read(original, key), read(td, key)
+            if is_tensor_collection(value):
+                value = value.copy()  # type: ignore[attr-defined]
             if value is not None:
                 stored.set(key, value if frame.mask is None else _blend(value, now, frame))
         if active is None:
@@ -173,55 +163,82 @@ class PolicySide(Mixin):
     def _aligned(
         self,
         frame: Frame,
-        current: list[Tensor],
+        parts: list[Block],
         behaviour: Behaviour | None,
         actions: list[Tensor],
         active: Tensor | None,
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns current ``[*S, H]`` and behaviour log-prob (``[*S]`` if joint), masked 0."""
-        names = self.tensor_keys
-        now, old = [], []
+        """Returns current ``[*S, H]`` and behaviour log-prob (``[*S, 1]`` if joint), masked 0."""
+        n = len(frame.sample)
+        heads = {i: h for p in parts for i, h in zip(p.positions, p.heads, strict=True)}
+        stored: list[Tensor | None] = []
         for i, head in enumerate(self._plan.heads):
-            stored = None if behaviour is None else behaviour.stored[i]
-            if behaviour is not None and behaviour.rebuilt[i] is not None:
-                with torch.no_grad():
-                    stored = behaviour.rebuilt[i].log_prob(actions[i])  # type: ignore[union-attr]
+            value = None if behaviour is None else behaviour.stored[i]
             key = head.action if behaviour is None else behaviour.keys[i]
-            if stored is not None:
-                stored = in_float32(stored)
-            a, b = per_sample(
-                current[i],
-                stored,
-                frame.sample,
-                head=head.name,
-                key=key,
-                advantage_key=names.advantage,
+            stored.append(
+                per_sample(
+                    heads[i].batch_shape,
+                    None if value is None else in_float32(value),
+                    frame.sample,
+                    head=head.name,
+                    key=key,
+                    advantage_key=self.tensor_keys.advantage,
+                )
             )
-            now.append(a)
-            if b is not None:
-                old.append(b)
-        log_prob = torch.stack(now, -1)
-        valid = Samples(log_prob, log_prob, mask=mask, active=active).valid_heads
-        log_prob = F.fill(log_prob, valid)
+        valid = valid_heads(mask, active, (*frame.sample, len(stored)))
+        log_prob = F.fill(log_probs(parts, actions, valid, n), valid)
         if behaviour is None:
             return log_prob, None
         if behaviour.joint is not None:
-            joint = in_float32(behaviour.joint)
-            if joint.shape == (*frame.sample, 1):
-                joint = joint.squeeze(-1)
-            if joint.shape != frame.sample:
-                raise ShapeError(
-                    f"joint log-prob {behaviour.joint_key!r}: expected shape {shown(frame.sample)} "
-                    f"(the advantage {names.advantage!r} without its last dim), found "
-                    f"{shown(behaviour.joint.shape)}."
-                )
-            return log_prob, F.fill(joint, mask)
-        return log_prob, F.fill(torch.stack(old, -1), valid)
+            return log_prob, F.fill(self._joint_column(behaviour, frame), mask)
+        self._rebuild(behaviour, stored, actions, valid, n)
+        old = torch.stack([x for x in stored if x is not None], -1)
+        return log_prob, F.fill(old, valid)
+
+    def _rebuild(
+        self,
+        behaviour: Behaviour,
+        stored: list[Tensor | None],
+        actions: list[Tensor],
+        valid: Tensor | None,
+        n: int,
+    ) -> None:
+        """Fills in the log-probs of heads whose distribution was rebuilt from stored parameters."""
+        missing = [i for i, terms in enumerate(behaviour.rebuilt) if terms is not None]
+        if not missing:
+            return
+        terms = [t for t in behaviour.rebuilt if t is not None]
+        chosen = [
+            fit_action(actions[i], t.batch_shape, t.event_shape, key=self._plan.heads[i].action)
+            for i, t in zip(missing, terms, strict=True)
+        ]
+        rows = None if valid is None else torch.stack([valid[..., i] for i in missing], -1)
+        with torch.no_grad():
+            values = log_probs(blocks(terms, n), chosen, rows, n).unbind(-1)
+        for i, value in zip(missing, values, strict=True):
+            stored[i] = value
+
+    def _joint_column(self, behaviour: Behaviour, frame: Frame) -> Tensor:
+        """Returns the stored joint log-prob as ``[*S, 1]``.
+
+        Raises:
+            ShapeError: it has another shape than ``[*S]`` or ``[*S, 1]``.
+        """
+        joint = in_float32(cast(Tensor, behaviour.joint))
+        if joint.shape == frame.sample:
+            joint = joint.unsqueeze(-1)
+        if joint.shape != (*frame.sample, 1):
+            raise ShapeError(
+                f"joint log-prob {behaviour.joint_key!r}: expected shape {shown(frame.sample)} "
+                f"(the advantage {self.tensor_keys.advantage!r} without its last dim), found "
+                f"{shown(joint.shape)}."
+            )
+        return joint
 
     def _proximal(
         self,
-        td: TensorDictBase,
+        td: Scratch,
         frame: Frame,
         actions: list[Tensor],
         active: Tensor | None,
@@ -231,20 +248,20 @@ class PolicySide(Mixin):
         """Returns terms and log-prob of the proximal policy, which holds the target parameters."""
         with torch.no_grad():
             terms = self._run_actor(td, self.target_actor_network_params)
-            current = [t.log_prob(a) for t, a in zip(terms, actions, strict=True)]
-            log_prob, _ = self._aligned(frame, current, None, actions, active, mask)
-        return terms, log_prob.sum(-1) if samples.joint_only else log_prob
+            parts = blocks(terms, len(frame.sample))
+            log_prob, _ = self._aligned(frame, parts, None, actions, active, mask)
+        return terms, log_prob.sum(-1, keepdim=True) if samples.joint_only else log_prob
 
     def _kl(
         self,
         original: TensorDictBase,
         parameters: TensorDictBase | None,
         proximal: list[Terms] | None,
-        terms: list[Terms],
+        parts: list[Block],
         frame: Frame,
         samples: Samples,
     ) -> Tensor:
-        """Returns Σ KL(old ‖ new) over the heads, ``[*S]``."""
+        """Returns Σ KL(old ‖ new) over the heads, ``[*S, 1]``."""
         old = proximal
         if old is None:
             found = find(
@@ -253,8 +270,8 @@ class PolicySide(Mixin):
             old = [term for term in found.rebuilt if term is not None]
         n = len(frame.sample)
         count = getattr(self.surrogate, "samples", None) or self.entropy.samples
-        each = [sum_event(p.kl(q, count), n) for p, q in zip(old, terms, strict=True)]
-        return F.fill(torch.stack(each, -1), samples.valid_heads).sum(-1)
+        each = divergences(parts, old, count, n)
+        return F.fill(each, samples.valid_heads).sum(-1, keepdim=True)
 
     def _advantages(
         self,
@@ -263,7 +280,7 @@ class PolicySide(Mixin):
         mask: Tensor | None,
         fresh_target: Tensor | None,
     ) -> Tensor:
-        """Returns the advantage, normalised and 0 where masked: ``[*S]``, or ``[*S, H]``."""
+        """Returns the advantage, normalised and 0 where masked: ``[*S, 1]``, or ``[*S, H]``."""
         if isinstance(advantage, Tensor):
             return self._normalised(advantage, frame, mask, fresh_target)
         columns: list[Tensor | None] = [None] * len(self._plan.heads)
@@ -277,10 +294,10 @@ class PolicySide(Mixin):
                 f"advantage {self.tensor_keys.advantage!r}: no entry for head "
                 f"{', '.join(map(repr, missing))}."
             )
-        return torch.stack([c for c in columns if c is not None], -1)
+        return torch.cat([c for c in columns if c is not None], -1)
 
     def _factor(self, td: TensorDictBase, frame: Frame, mask: Tensor | None) -> Tensor | None:
-        """Returns what multiplies the advantage, ``[*S]``, without gradient, or None.
+        """Returns what multiplies the advantage, ``[*S, 1]``, without gradient, or None.
 
         Raises:
             ShapeError: it has another shape than ``[*S, 1]`` or ``[*B, 1]``.
@@ -298,20 +315,20 @@ class PolicySide(Mixin):
                 f"factor {key!r}: expected shape {shown((*root, 1))} or "
                 f"{shown((*frame.sample, 1))}, found {shown(factor.shape)}."
             )
-        return F.fill(factor.squeeze(-1), mask)
+        return F.fill(factor, mask)
 
     def _behaviour_log_ratio(self, tensordict: TensorDictBase) -> Tensor:
         """Returns log(π/π_behaviour) of the stored actions, ``[*S]``, 0 where masked."""
         self._settle(tensordict)
         with torch.no_grad(), loss_context(self):
-            td = tensordict.copy()
+            td = Scratch(tensordict)
             frame = self._frame(td, self._stored_advantage(td))
             self._neutralise(td, frame, for_advantage=False)
-            zeros = torch.zeros((*frame.sample, 1), device=td.device)
+            zeros = torch.zeros((*frame.sample, 1), device=tensordict.device)
             found = self._run_actor(td)
             samples, _ = self._samples(tensordict, td, frame, found, zeros, None, None)
             samples.cap = None
-            return samples.behaviour_log_ratio
+            return samples.behaviour_log_ratio.squeeze(-1)
 
     def _normalised(
         self,
@@ -320,7 +337,7 @@ class PolicySide(Mixin):
         mask: Tensor | None,
         fresh_target: Tensor | None,
     ) -> Tensor:
-        """Returns one advantage entry as ``[*S]``."""
+        """Returns one advantage entry, ``[*S, 1]``."""
         advantage = F.fill(advantage, mask)
         if self.advantage is not None:
             if fresh_target is not None and frame.mask is not None and self.training:
@@ -329,7 +346,7 @@ class PolicySide(Mixin):
             advantage = self.advantage(
                 advantage, mask, root_ndim=frame.root_ndim, fresh_target=fresh_target
             )
-        return advantage.squeeze(-1)
+        return advantage
 
 
 def _blend(stored: Any, now: Any, frame: Frame) -> Any:

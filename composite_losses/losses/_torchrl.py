@@ -14,7 +14,8 @@ from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import ValueEstimators, dispatch_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
-from composite_losses.heads.families import CategoricalTerms, NormalTerms, TanhNormalTerms
+from composite_losses.heads.categorical import CategoricalTerms
+from composite_losses.heads.families import NormalTerms, TanhNormalTerms
 from composite_losses.heads.registry import FAMILIES, INSTANCES, full_scale
 from composite_losses.heads.terms import Terms
 

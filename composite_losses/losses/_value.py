@@ -8,7 +8,8 @@ from torch import Tensor
 
 from composite_losses import functional as F
 from composite_losses.errors import GraphError, MissingKeyError, ShapeError
-from composite_losses.heads.keys import listing, read_tensor
+from composite_losses.heads.keys import listing, read, read_tensor
+from composite_losses.heads.scratch import Scratch
 from composite_losses.heads.shapes import shown
 from composite_losses.losses._frame import Frame
 from composite_losses.losses._torchrl import Mixin
@@ -28,21 +29,27 @@ class ValueSide(Mixin):
         Raises:
             KeyError: the value target, or with value clipping the old value, is not there.
         """
-        td = tensordict.copy()
+        td = Scratch(tensordict)
         error, clipped, value, target, _ = self._value_error(tensordict, td, None)
         fraction = None if clipped is None else clipped.to(error.dtype).mean()
         return error, fraction, self._explained(value, target, None)
 
     def _value_error(
-        self, original: TensorDictBase, td: TensorDictBase, frame: Frame | None
+        self, original: TensorDictBase, td: Scratch, frame: Frame | None
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
         """Returns (coeff · error, where clipped, value, target), ``[*S, 1]``, and their mask."""
         names, critic, term = self.tensor_keys, self.critic_network, self.value
         if critic is None or term is None:
             raise MissingKeyError(f"{type(self).__name__} has no critic network.")
         if self.separate_losses:
-            td = td.detach()
+            td = Scratch(td.tensordict().detach())
         target = read_tensor(td, names.value_target)
+        if target is None and read(td, names.value_target) is not None:
+            raise ShapeError(
+                f"value target {names.value_target!r}: expected one value per sample, a tensor "
+                "[*S, 1], found a TensorDict. A critic of several values needs a loss of its own "
+                "for each."
+            )
         if target is None:
             raise MissingKeyError(
                 f"the key {names.value_target} was not found in the input tensordict. Keys "
@@ -53,6 +60,9 @@ class ValueSide(Mixin):
         old = None
         if term.clip is not None:
             old = read_tensor(original, names.value)
+            fresh = old is None and read(original, names.advantage) is None
+            # the estimator has just written the value on the copy: nothing to clip yet
+            old = _plain(read_tensor(td, names.value)) if fresh else old
             if old is None:
                 raise MissingKeyError(
                     f"clip_value is set to {term.clip}, but the key {names.value} was not found in "
@@ -64,8 +74,9 @@ class ValueSide(Mixin):
                     f"tensordict stored {names.value} requires grad. Collect under torch.no_grad()."
                 )
         with self._with(critic, self.critic_network_params):
-            out = critic(td)
-        value = read_tensor(out, names.value)
+            for call in self._critic_calls:
+                call(td)
+        value = read_tensor(td, names.value)
         if value is None:
             raise MissingKeyError(
                 f"the key {names.value} was not found in the critic output tensordict. Make sure "
@@ -108,23 +119,28 @@ class ValueSide(Mixin):
             return None
         if mask is not None:
             mask = mask.unsqueeze(-1).expand_as(value)
-        return F.explained_variance(value.detach(), target.detach(), mask)
+        return F.explained_variance(value, target, mask)
 
     def _value_outputs(
-        self, original: TensorDictBase, td: TensorDictBase, frame: Frame
+        self, original: TensorDictBase, td: Scratch, frame: Frame
     ) -> dict[str, Tensor]:
         """Returns the value loss and its metrics."""
         error, clipped, value, target, mask = self._value_error(original, td, frame)
-        out = {self.value_key: self._reduced(error.squeeze(-1), mask)}
+        rows = None if mask is None else mask.unsqueeze(-1)
+        out = {self.value_key: self._reduced(error, rows)}
         if not self.metrics:
             return out
         explained = self._explained(value, target, mask)
         if explained is not None:
             out["explained_variance"] = explained
         if clipped is not None:
-            fraction = clipped.squeeze(-1).to(error.dtype)
-            out["value_clip_fraction"] = F.masked_mean(fraction, mask)
+            out["value_clip_fraction"] = F.masked_mean(clipped.to(error.dtype), rows)
         return out
+
+
+def _plain(value: Tensor | None) -> Tensor | None:
+    """Returns a value without its graph."""
+    return None if value is None else value.detach()
 
 
 def _as_team(

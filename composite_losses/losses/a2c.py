@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from composite_losses.heads import Scratch
+from composite_losses.heads.blocks import blocks
 from composite_losses.losses._base import BaseLoss
 from composite_losses.losses._door import ENTROPY, MECHANICS, VALUE, Door
 from composite_losses.losses._torchrl import loss_context
@@ -20,6 +22,7 @@ class A2CLoss(Door, BaseLoss):
     """
 
     label = "A2C"
+    entropy_first = True
     options: ClassVar[dict[str, Any]] = {
         **ENTROPY,
         "critic_coeff": 1.0,
@@ -38,11 +41,11 @@ class A2CLoss(Door, BaseLoss):
         """Returns (joint log-prob of the stored actions ``[*S, 1]``, terms of the heads)."""
         self._settle(tensordict)
         with loss_context(self):
-            td = tensordict.copy()
+            td = Scratch(tensordict)
             frame = self._frame(td, None)
             terms = self._run_actor(td)
             active = self._active(frame, terms)
-            actions = self._actions(tensordict, frame, terms, active)
-            current = [t.log_prob(a) for t, a in zip(terms, actions, strict=True)]
-            log_prob, _ = self._aligned(frame, current, None, actions, active, frame.mask)
+            actions = self._actions(tensordict, terms)
+            parts = blocks(terms, len(frame.sample))
+            log_prob, _ = self._aligned(frame, parts, None, actions, active, frame.mask)
         return log_prob.sum(-1, keepdim=True), terms

@@ -11,8 +11,9 @@ from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from torch import Tensor, nn
 
 from composite_losses import functional as F
-from composite_losses.heads import Behaviour, Terms, find
-from composite_losses.heads.families import CategoricalTerms
+from composite_losses.heads import Behaviour, Scratch, Terms, find
+from composite_losses.heads.blocks import blocks
+from composite_losses.heads.categorical import CategoricalTerms
 from composite_losses.heads.keys import path, read
 from composite_losses.heads.shapes import shown
 from composite_losses.losses._base import BaseLoss
@@ -81,7 +82,7 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
     """
     loss._settle(tensordict)
     with torch.no_grad(), loss_context(loss), unchanged_buffers(loss):
-        td = tensordict.copy()
+        td = Scratch(tensordict)
         frame = loss._frame(td, loss._stored_advantage(td))
         loss._neutralise(td, frame, for_advantage=False)
         terms = loss._run_actor(td)
@@ -95,9 +96,10 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
             joint_ok=not loss.surrogate.uses_heads,
             parameters=parameters,
         )
-        actions = loss._actions(tensordict, frame, terms, active)
-        current = [t.log_prob(_inside(t, a)) for t, a in zip(terms, actions, strict=True)]
-        now, old = loss._aligned(frame, current, behaviour, actions, active, frame.mask)
+        actions = loss._actions(tensordict, terms)
+        inside = [_inside(t, a) for t, a in zip(terms, actions, strict=True)]
+        parts = blocks(terms, len(frame.sample))
+        now, old = loss._aligned(frame, parts, behaviour, inside, active, frame.mask)
         report = _measured(loss, tensordict, frame, behaviour, now, old, active)
         off = any(not value <= TOLERANCE for value in report.max_abs_log_ratio.values())
         reasons = report.reasons
@@ -155,9 +157,9 @@ def _measured(
     if old is None:
         old = now
     joint = behaviour.joint is not None
-    gap = now.sum(-1) - old if joint else now - old
-    gaps = [gap] * n if joint else list(gap.unbind(-1))
-    both = [now[..., i].isfinite() & (old if joint else old[..., i]).isfinite() for i in range(n)]
+    gap = now.sum(-1, keepdim=True) - old if joint else now - old
+    gaps = [gap.squeeze(-1)] * n if joint else list(gap.unbind(-1))
+    both = [now[..., i].isfinite() & old[..., 0 if joint else i].isfinite() for i in range(n)]
     ratios, broken, heads = {}, {}, {}
     for i, head in enumerate(loss._plan.heads):
         mask = rows if joint else valid[..., i]

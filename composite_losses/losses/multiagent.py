@@ -34,6 +34,13 @@ class ValueNormDoor(ClipDoor):
             raise AttributeError("value_norm: this loss has no value term.")
         self.value.norm = norm
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; ``nn.Module`` would make a submodule of a normaliser, not set it."""
+        if name == "value_norm":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
 
 class MAPPOLoss(ValueNormDoor, BaseLoss):
     """Multi-agent PPO with a centralised critic (Yu et al. 2022), with TorchRL's keywords.

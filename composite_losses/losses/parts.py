@@ -33,6 +33,7 @@ class ValueTerm(nn.Module):
 
     coeff: Tensor
     clip: Tensor | None
+    norm: Any
 
     def __init__(
         self,
@@ -172,9 +173,16 @@ class EntropyTerm(nn.Module):
         """
         return self._off and (torch.compiler.is_compiling() or self.coeff._version == self._checked)
 
-    def forward(self, entropy: Tensor, active: Tensor | None) -> Tensor:
-        """Returns the loss −Σ coeff_h H_h of ``entropy [*S, H]``, ``[*S]``."""
-        return -F.entropy_sum(entropy, self.coeff, active)
+    def forward(self, entropy: Tensor, total: Tensor) -> Tensor:
+        """Returns the loss −Σ coeff_h H_h, ``[*S, 1]``.
+
+        Args:
+            entropy: of the heads, nats, 0 where one does not count, ``[*S, H]``.
+            total: its sum, ``[*S, 1]``.
+        """
+        if self.coeff.ndim == 0:
+            return total * -self.coeff
+        return -F.entropy_sum(entropy, self.coeff).unsqueeze(-1)
 
 
 class AdvantageNorm(nn.Module):
@@ -183,11 +191,20 @@ class AdvantageNorm(nn.Module):
     Args:
         per_agent: separate statistics per dim of ``S`` beyond the root batch (per agent).
         exclude_dims: further dims of the advantage ``[*S, 1]`` that keep separate statistics.
+        pool_all: whether the statistics are the whole batch's where ``exclude_dims`` are all dims
+            of ``S`` (data without agents, for a loss that excludes the agent dim).
     """
 
-    def __init__(self, *, per_agent: bool = False, exclude_dims: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        per_agent: bool = False,
+        exclude_dims: tuple[int, ...] = (),
+        pool_all: bool = False,
+    ) -> None:
         """Keeps the options."""
         super().__init__()
+        self.pool_all = pool_all
         self.per_agent = per_agent
         self.exclude_dims = tuple(exclude_dims)
 
@@ -201,6 +218,8 @@ class AdvantageNorm(nn.Module):
     ) -> Tensor:
         """Returns the standardised advantage ``[*S, 1]``; 0 where masked."""
         kept = self.exclude_dims
+        if self.pool_all and advantage.ndim - 1 <= len(kept):
+            kept = ()
         if self.per_agent:
             named = {dim % advantage.ndim for dim in kept}
             kept = (*kept, *(d for d in range(root_ndim, advantage.ndim - 1) if d not in named))

@@ -1,7 +1,7 @@
 """Surrogate parts: the policy objective of a loss, with the options it owns.
 
-A surrogate is a module whose ``forward(samples)`` returns the objective to maximise, ``[*S]``. Its
-coefficients are buffers: they follow ``.to()``, live in the ``state_dict``, can be scheduled in
+A surrogate is a module whose ``forward(samples)`` returns the objective to maximise, ``[*S, 1]``.
+Its coefficients are buffers: they follow ``.to()``, live in the ``state_dict``, can be scheduled in
 place and do not recompile a compiled loss.
 """
 
@@ -70,15 +70,15 @@ class Surrogate(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, samples: Samples) -> Tensor:
-        """Returns the objective to maximise, ``[*S]``; gradient: the current log-prob."""
+        """Returns the objective to maximise, ``[*S, 1]``; gradient: the current log-prob."""
 
-    def clip_fraction(self, samples: Samples) -> Tensor:
-        """Returns the fraction of valid ratios that the surrogate clips, 0-dim; none here."""
-        return samples.log_prob.new_zeros(())
+    def clipped(self, samples: Samples) -> Tensor:
+        """Returns where the surrogate clips: ``[*S, 1]``, or ``[*S, H]`` with a clip per head."""
+        return torch.zeros_like(samples.joint_log_ratio, dtype=torch.bool)
 
-    def head_clip_fraction(self, samples: Samples) -> Tensor:
-        """Returns, per head, the fraction of its valid ratios beyond its clip bounds, ``[H]``."""
-        return samples.log_prob.new_zeros(samples.log_prob.shape[-1])
+    def head_clipped(self, samples: Samples) -> Tensor:
+        """Returns where each head's ratio is beyond its clip bounds, ``[*S, H]``."""
+        return torch.zeros_like(samples.log_prob, dtype=torch.bool)
 
     def reports(self, samples: Samples) -> dict[str, Tensor]:
         """Returns additional 0-dim outputs of this surrogate."""
@@ -94,10 +94,8 @@ class Ratio(Surrogate):
     """The unclipped importance-weighted objective r·A (Schulman et al. 2017, eq. 6)."""
 
     def forward(self, samples: Samples) -> Tensor:
-        """Returns Π r_h · A, ``[*S]``."""
-        return F.unclipped(
-            samples.joint_log_ratio, samples.advantage, log_correction=samples.joint_correction
-        )
+        """Returns Π r_h · A, ``[*S, 1]``."""
+        return samples.ratio * samples.advantage
 
 
 class Score(Surrogate):
@@ -106,8 +104,10 @@ class Score(Surrogate):
     uses_ratio = False
 
     def forward(self, samples: Samples) -> Tensor:
-        """Returns Σ log π_h(a_h) · A, ``[*S]``."""
-        return F.score(samples.log_prob.sum(-1), samples.advantage)
+        """Returns Σ log π_h(a_h) · A, ``[*S, 1]``."""
+        log_prob = samples.log_prob
+        joint = log_prob if log_prob.shape[-1] == 1 else log_prob.sum(-1, keepdim=True)
+        return F.score(joint, samples.advantage)
 
 
 class Clip(Surrogate):
@@ -169,6 +169,7 @@ class Clip(Surrogate):
             raise ConfigError(f"mix: expected a number in [0, 1], found {mix}.")
         if dual_clip is not None and not float(scalar("dual_clip", dual_clip)) > 1.0:
             raise ConfigError(f"dual_clip: expected a number > 1, found {dual_clip}.")
+        self._bounds: Any = None
         self._weights_by_head = None if head_weights is None else dict(head_weights)
         if self._weights_by_head is not None and ratio not in ("per_head", "mixed"):
             raise ConfigError(f"head_weights: needs ratio='per_head' or 'mixed', found {ratio!r}.")
@@ -196,65 +197,104 @@ class Clip(Surrogate):
                 weights[head_position(plan, key, "head_weights")] = float(weight)
             self.head_weights = weights
 
+    def log_bounds(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the clip interval as log-ratios and as ratios, anew where eps was written."""
+        low, high = self.eps_low, self.eps_high
+        if torch.compiler.is_compiling() or low.device.type == "meta":
+            return _log_bounds(low, high, dtype)
+        state = (low._version, high._version, dtype, low.device)
+        known = self._bounds
+        if known is None or known[0] is not low or known[1] is not high or known[2] != state:
+            self._bounds = known = (low, high, state, _log_bounds(low, high, dtype))
+        return cast(tuple[Tensor, Tensor, Tensor, Tensor], known[3])
+
     def forward(self, samples: Samples) -> Tensor:
-        """Returns the clipped objective, ``[*S]``."""
+        """Returns the clipped objective, ``[*S, 1]``."""
         if self.ratio == "joint":
             return self._joint(samples)
         if self.ratio == "per_head":
             return self._per_head(samples)
         if self.ratio == "leafwise":
+            correction = samples.joint_correction
             return F.leafwise(
                 cast(Tensor, samples.log_ratio),
-                samples.advantage,
+                samples.advantage.squeeze(-1),
                 self.eps_low,
                 self.eps_high,
                 dual_clip=self.dual_clip,
-                log_correction=samples.joint_correction,
-            )
+                log_correction=None if correction is None else correction.squeeze(-1),
+            ).unsqueeze(-1)
         return self.mix * self._joint(samples) + (1 - self.mix) * self._per_head(samples)
+
+    def _clipped_log_ratio(self, log_ratio: Tensor) -> Tensor:
+        """Returns log-ratios within the clip bounds."""
+        low, high = self.log_bounds(log_ratio.dtype)[:2]
+        return torch.clamp(log_ratio, low, high)
 
     def _joint(self, samples: Samples) -> Tensor:
         """Returns P of the product of the ratios."""
-        return F.clipped(
-            samples.joint_log_ratio,
-            samples.advantage,
-            self.eps_low,
-            self.eps_high,
-            dual_clip=self.dual_clip,
-            log_correction=samples.joint_correction,
-        )
+        advantage = samples.advantage
+        gain = samples.ratio * advantage
+        # The clipped gain is the smaller one only beyond the clip bounds, where it is a constant.
+        with torch.no_grad():
+            clipped_gain = self._clipped_ratio(samples) * advantage
+            clips = clipped_gain < gain
+        objective = torch.where(clips, clipped_gain, gain)
+        if self.dual_clip is None:
+            return objective
+        lowest = self.dual_clip * advantage
+        return torch.where(advantage < 0, torch.maximum(objective, lowest), objective)
+
+    def _clipped_ratio(self, samples: Samples) -> Tensor:
+        """Returns the joint ratio within the clip bounds, ``[*S, 1]``."""
+        correction = samples.joint_correction
+        if correction is not None:
+            within = self._clipped_log_ratio(samples.joint_log_ratio)
+            return F.ratio(within + correction)
+        low, high = self.log_bounds(samples.ratio.dtype)[2:]
+        clipped = torch.clamp(samples.ratio, low, high)
+        samples.remember("clipped", clipped != samples.ratio)
+        return clipped
 
     def _per_head(self, samples: Samples) -> Tensor:
         """Returns the weighted sum of P of every head's ratio."""
+        log_ratio = cast(Tensor, samples.log_ratio)
         return F.per_head(
-            cast(Tensor, samples.log_ratio),
-            samples.advantage,
+            log_ratio,
+            samples.advantage.expand_as(log_ratio),
             self.eps_low,
             self.eps_high,
             weights=self.head_weights,
             active=samples.active,
             dual_clip=self.dual_clip,
             log_correction=samples.head_correction,
-        )
+        ).unsqueeze(-1)
 
-    def clip_fraction(self, samples: Samples) -> Tensor:
-        """Returns the fraction of valid ratios that are clipped: of (row, head) pairs per head."""
-        log_ratio = cast(Tensor, samples.log_ratio).detach()
+    def clipped(self, samples: Samples) -> Tensor:
+        """Returns where a row's joint ratio, any of its heads', or each head's ratio is clipped."""
         if self.ratio == "per_head":
-            return F.clip_fraction(log_ratio, self.eps_low, self.eps_high, samples.valid_heads)
+            return self.head_clipped(samples)
         if self.ratio == "leafwise":
-            clipped = (F.clip_log_ratio(log_ratio, self.eps_low, self.eps_high) != log_ratio).any(
-                -1
-            )
-            return F.masked_mean(clipped.to(log_ratio.dtype), samples.mask)
-        joint = samples.joint_log_ratio.detach()
-        return F.clip_fraction(joint, self.eps_low, self.eps_high, samples.mask)
+            return self.head_clipped(samples).any(-1, keepdim=True)
+        known = samples.remembered("clipped")
+        if known is not None:
+            return known
+        joint = samples.joint_log_ratio
+        return self._clipped_log_ratio(joint) != joint
 
-    def head_clip_fraction(self, samples: Samples) -> Tensor:
-        """Returns, per head, the fraction of its valid ratios beyond its clip bounds, ``[H]``."""
-        log_ratio = cast(Tensor, samples.log_ratio).detach()
-        clipped = F.clip_log_ratio(log_ratio, self.eps_low, self.eps_high) != log_ratio
-        return head_means(clipped.to(log_ratio.dtype), samples.valid_heads)
+    def head_clipped(self, samples: Samples) -> Tensor:
+        """Returns where each head's ratio is beyond its clip bounds, ``[*S, H]``."""
+        log_ratio = cast(Tensor, samples.log_ratio)
+        return self._clipped_log_ratio(log_ratio) != log_ratio
+
+
+def _log_bounds(
+    low: Tensor, high: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the clip interval of a dtype, as log-ratios and as ratios."""
+    with torch.no_grad():
+        lower, upper = (bound.to(dtype) for bound in F.log_clip_bounds(low, high))
+        return lower, upper, lower.exp(), upper.exp()
 
 
 class KLPenalty(Surrogate):
@@ -306,16 +346,14 @@ class KLPenalty(Surrogate):
             self.register_buffer(name, scalar(name, value).clone())
 
     def forward(self, samples: Samples) -> Tensor:
-        """Returns Π r_h · A − β Σ KL_h, ``[*S]``."""
-        objective = F.unclipped(
-            samples.joint_log_ratio, samples.advantage, log_correction=samples.joint_correction
-        )
+        """Returns Π r_h · A − β Σ KL_h, ``[*S, 1]``."""
+        objective = samples.ratio * samples.advantage
         # a copy: the adaptation may change β before the backward pass has read it
         return objective - self.beta.clone() * cast(Tensor, samples.kl)
 
     def reports(self, samples: Samples) -> dict[str, Tensor]:
         """Returns ``kl`` and ``beta`` as they acted, then adapts β in training mode."""
-        kl = F.masked_mean(cast(Tensor, samples.kl).detach(), samples.mask)
+        kl = F.masked_mean(cast(Tensor, samples.kl).detach(), samples.row_mask)
         beta = self.beta.clone()
         if self.training:
             grown = torch.where(kl > self.target * 1.5, beta * self.increment, beta)
@@ -356,13 +394,3 @@ def eps_pair(eps: Any) -> tuple[Tensor, Tensor]:
     if float(value) < 0:
         raise ConfigError(f"clip epsilon: must be non-negative, got {eps}.")
     return value.clone(), value.clone()
-
-
-def head_means(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Returns the mean of ``x [*S, H]`` over each head's valid rows, ``[H]``; 0 where none is."""
-    dims = list(range(x.ndim - 1))
-    if valid is None:
-        return x.mean(dims) if dims else x
-    total = F.fill(x, valid).sum(dims) if dims else F.fill(x, valid)
-    count = valid.sum(dims) if dims else valid.long()
-    return total / count.clamp_min(1)

@@ -9,7 +9,8 @@ import torch
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
-from torchrl.data import Unbounded
+from torch._C._functorch import is_batchedtensor
+from torchrl.data import Composite, Unbounded
 from torchrl.envs import TensorDictPrimer
 from torchrl.modules import MultiAgentConvNet as TorchRLConvNet
 from torchrl.modules import MultiAgentMLP as TorchRLMLP
@@ -21,9 +22,12 @@ from composite_losses.errors import ConfigError, ShapeError
 class RecurrentModule(TensorDictModuleBase):
     """A multi-agent recurrent network under TorchRL's recurrent-mode protocol.
 
-    Outside recurrent mode it takes one step and writes the next state under ``("next", hidden_key)``.
-    In recurrent mode the last batch dim is time: the stored state of the first step starts the
-    sequence and ``is_init`` resets it; the final state is written at the last step, zeros before.
+    Outside recurrent mode it takes one step and writes the next state under
+    ``("next", hidden_key)``. In recurrent mode the last batch dim is time: the stored state of the
+    first step starts the sequence and ``is_init`` resets it; the final state is written at the last
+    step, zeros before. TorchRL's value estimators call a critic by vmap over root and next data and
+    mark both alike; the next data's marked steps start from the state stored there, the one after
+    the first step, so under vmap a marked step starts from its stored state.
 
     Args:
         net: ``MultiAgentGRU`` or ``MultiAgentLSTM``.
@@ -49,7 +53,8 @@ class RecurrentModule(TensorDictModuleBase):
         hidden = [hidden_key] if single else list(hidden_key)
         if len(hidden) != net.states:
             raise ConfigError(
-                f"hidden_key: expected {net.states} key(s) for {type(net).__name__}, found {hidden}."
+                f"hidden_key: expected {net.states} key(s) for {type(net).__name__}, found "
+                f"{hidden}."
             )
         self.net = net
         self.hidden_keys: list[Any] = hidden
@@ -67,7 +72,7 @@ class RecurrentModule(TensorDictModuleBase):
             y, states = self._over_time(x, flags, stored if known else None)
         else:
             hidden = self._hidden(stored) if known else None
-            y, final = self.net(x, hidden, flags)
+            y, final = self.net(x, hidden, None if known and is_batchedtensor(x) else flags)
             states = [final] if self.net.states == 1 else list(final)
         tensordict.set(self.out_keys[0], y)
         for key, state in zip(self.out_keys[1:], states, strict=True):
@@ -88,10 +93,13 @@ class RecurrentModule(TensorDictModuleBase):
                 f"{list(x.shape)}."
             )
         dim = x.ndim - 3
-        hidden = None
-        if stored is not None:
-            hidden = self._hidden([s.select(dim, 0) for s in stored])
-        y, final = self.net.sequence(x, hidden, flags)
+        if stored is not None and flags is not None and is_batchedtensor(x):
+            y, final = self.net.restarted(x, self._hidden(stored), flags)
+        else:
+            hidden = None
+            if stored is not None:
+                hidden = self._hidden([s.select(dim, 0) for s in stored])
+            y, final = self.net.sequence(x, hidden, flags)
         finals = [final] if self.net.states == 1 else list(final)
         states = []
         for state in finals:
@@ -105,9 +113,24 @@ class RecurrentModule(TensorDictModuleBase):
         """Returns the transform that adds the initial state to an environment's reset."""
         net = self.net
         shape = (net.n_agents, net.num_layers, net.hidden_size)
-        return TensorDictPrimer(
+        return StatePrimer(
             {key: Unbounded(shape=shape) for key in self.hidden_keys}, expand_specs=True
         )
+
+
+class StatePrimer(TensorDictPrimer):
+    """A primer whose entries may lie in a group of agents, which has a batch size of its own."""
+
+    def transform_input_spec(self, input_spec: Composite) -> Composite:
+        """Returns the specs with the states, their groups shaped as those of the observations."""
+        input_spec = super().transform_input_spec(input_spec)
+        states = input_spec["full_state_spec"]
+        observed = self.parent.full_observation_spec
+        groups = [key for key in states.keys(True, False) if isinstance(states[key], Composite)]
+        for key in groups:
+            if key in observed.keys(True, False):
+                states[key].shape = observed[key].shape
+        return input_spec
 
 
 def _parts(key: NestedKey) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from composite_losses.errors import ConfigError, ShapeError
 from composite_losses.nets.layers import AgentDropout, Index
-from composite_losses.nets.norms import StackedNorm
+from composite_losses.nets.norms import StackedNorm, detached
 
 Sharing = bool | Sequence[int]
 
@@ -43,12 +44,14 @@ def agent_sets(share_params: Sharing, n_agents: int) -> tuple[int, ...]:
 class MultiAgentNet(nn.Module, abc.ABC):
     """A network for agents along one dim, with parameters shared, unshared or by cluster; abstract.
 
-    Subclasses hold a list of ``blocks``: layers called as ``layer(x, index)``, activations, norms and
-    dropouts, in order.
+    Subclasses hold a list of ``blocks``: layers called as ``layer(x, index)``, activations, norms
+    and dropouts, in order.
     """
 
     # dims of one agent's input: features, or channels and space
     event_ndim: int
+    _index: Tensor | None
+    _sets: Tensor
 
     def __init__(
         self,
@@ -112,7 +115,18 @@ class MultiAgentNet(nn.Module, abc.ABC):
             elif letter == "n" and norm[0] is not None:
                 blocks.append(StackedNorm(norm[0], norm[1], self.n_sets, device))
             elif letter == "a" and activation is not None:
-                blocks.append(activation(**activation_kwargs))
+                block = activation(**activation_kwargs)
+                if self.n_sets > 1 and next(block.parameters(), None) is not None:
+                    raise ConfigError(
+                        f"activation_class: {type(block).__name__} has parameters, which agents "
+                        "with own parameter sets would share; use one without."
+                    )
+                blocks.append(block)
+
+    def _masks_differ(self) -> bool:
+        """Returns whether agents that share activations must be told apart by their dropout."""
+        dropout = any(isinstance(block, AgentDropout) for block in self.blocks)
+        return dropout and self.training and self.dropout_randomness == "different"
 
     def _run(
         self,
@@ -166,11 +180,13 @@ class MultiAgentNet(nn.Module, abc.ABC):
         """Returns agent ``position``'s network as an ``nn.Sequential`` that shares its memory.
 
         In-place writes are seen both ways; gradients do not flow back through the view. With
-        ``agent_id`` its input ends with the one-hot id; a centralised one takes the agents' features
-        (channels) side by side.
+        ``agent_id`` its input ends with the one-hot id; a centralised one takes the agents'
+        features (channels) side by side.
         """
         if not -self.n_agents <= position < self.n_agents:
             raise ConfigError(f"agent: expected 0 to {self.n_agents - 1}, found {position}.")
+        if any(is_lazy(parameter) for parameter in self.parameters()):
+            raise ConfigError("agent: the net has not seen its input size; call it once.")
         index = self.sets[position]
         layers = [self._single(block, index) for block in self.blocks]
         return nn.Sequential(*layers, *self._tail()).train(self.training)
@@ -180,7 +196,7 @@ class MultiAgentNet(nn.Module, abc.ABC):
         single = getattr(block, "single", None)
         if callable(single):
             return single(index)
-        return nn.Dropout(block.p) if isinstance(block, AgentDropout) else block
+        return nn.Dropout(block.p) if isinstance(block, AgentDropout) else detached(block)
 
     def _tail(self) -> list[nn.Module]:
         """Returns what ends one agent's network."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError
 from composite_losses.nets.base import MultiAgentNet, Sharing, per_layer
-from composite_losses.nets.layers import LazyStackedConv2d, StackedConv2d
+from composite_losses.nets.layers import LazyStackedConv2d, StackedConv2d, sized
 
 
 class MultiAgentConvNet(MultiAgentNet):
@@ -148,27 +148,28 @@ class MultiAgentConvNet(MultiAgentNet):
         return torch.cat([x, ids.expand(x.shape[0], -1, -1, *x.shape[-2:])], 2)
 
     def _features(self, x: Tensor, fanned: bool) -> Tensor:
-        """Returns the features ``[N, A, out]`` of ``[N, A, C, H, W]`` (``[N, C', H, W]`` if fanned)."""
-        if self.n_sets == 1:
-            return self._single_set(x, fanned)
+        """Returns the features ``[N, A, out]`` of ``[N, A, C, …]``, of ``[N, C', …]`` if fanned."""
+        agents = x.shape[1]
         first = cast(StackedConv2d, self.blocks[0])
         if fanned:
-            if isinstance(first, LazyStackedConv2d):
-                first.initialize_parameters(x)
+            sized(first, x)
+            if self._masks_differ():
+                hidden = first.fan_out(x).unflatten(1, (self.n_sets, -1))
+                return self._split(hidden.index_select(1, self._sets), 1, self.n_agents)
             y = self._run(first.fan_out(x), None, 1, 1, (1, (self.n_sets, -1)))
             y = y.unflatten(1, (self.n_sets, -1)).flatten(2)
+            if self.n_sets == 1:
+                return y.expand(-1, self.n_agents, -1)
             return y if self._index is None else y.index_select(1, self._index)
-        y = self._run(x.flatten(1, 2), self._index, 0, 1, (1, (self.n_agents, -1)))
-        return y.unflatten(1, (self.n_agents, -1)).flatten(2)
+        return self._split(x, 0, agents)
 
-    def _single_set(self, x: Tensor, fanned: bool) -> Tensor:
-        """Returns the features where all agents share one set."""
-        if fanned:
-            y = self._run(x, None, 0).flatten(1)
-            return y.unsqueeze(1).expand(-1, self.n_agents, y.shape[-1])
-        agents = x.shape[1]
-        y = self._run(x.flatten(0, 1), None, 0, 1, (0, (-1, agents))).flatten(1)
-        return y.unflatten(0, (-1, agents))
+    def _split(self, x: Tensor, start: int, agents: int) -> Tensor:
+        """Returns the features ``[N, A, out]`` of activations ``[N, A, C, H, W]``."""
+        if self.n_sets == 1:
+            y = self._run(x.flatten(0, 1), None, start, 1, (0, (-1, agents)))
+            return y.flatten(1).unflatten(0, (-1, agents))
+        y = self._run(x.flatten(1, 2), self._index, start, 1, (1, (agents, -1)))
+        return y.unflatten(1, (agents, -1)).flatten(2)
 
     def _tail(self) -> list[nn.Module]:
         """Returns the flattening of channels and space."""
@@ -197,7 +198,7 @@ def layer_sizes(
     if len(lengths) != 1 or 0 in lengths:
         raise ConfigError(
             "num_cells, kernel_sizes, strides, paddings and depth: expected one length > 0, found "
-            f"{ {k: v for k, v in given.items()} }."
+            f"{given}."
         )
     n = lengths.pop()
     cells, sizes, steps, pads = ([v] * n if isinstance(v, int) else list(v) for v in given.values())

@@ -1,6 +1,6 @@
 """Stacked layers: one parameter set per agent (or cluster of agents), computed together.
 
-Parameters are ordinary ``nn.Parameter``s with a leading set dim ``M``. Layers take activations either
+Parameters are ordinary ``nn.Parameter``s with a leading set dim ``M``. Layers take activations
 set-major, ``[M, N, ...]``, one block of rows per set, or with a single set in any layout.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,17 +56,18 @@ class StackedLinear(nn.Module):
         """Creates and initialises the parameters."""
         super().__init__()
         self.n_sets, self.in_features, self.out_features = n_sets, in_features, out_features
-        kwargs = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.empty(n_sets, out_features, in_features, **kwargs))
+        shape = (n_sets, out_features, in_features)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
-            self.bias = nn.Parameter(torch.empty(n_sets, out_features, **kwargs))
+            self.bias = nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new parameters, different ones for every set."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0.0
+        fan_in = self.weight.shape[-1]
+        bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
         for parameter in (self.weight, self.bias):
             if parameter is not None:
                 nn.init.uniform_(parameter, -bound, bound)
@@ -101,9 +103,8 @@ class StackedLinear(nn.Module):
 
     def single(self, position: int) -> nn.Linear:
         """Returns set ``position`` as an ``nn.Linear`` that shares its memory."""
-        layer = nn.Linear(
-            self.in_features, self.out_features, bias=self.bias is not None, device="meta"
-        )
+        size = self.weight.shape[-1]
+        layer = nn.Linear(size, self.out_features, bias=self.bias is not None, device="meta")
         layer.weight = nn.Parameter(self.weight.data[position])
         if self.bias is not None:
             layer.bias = nn.Parameter(self.bias.data[position])
@@ -114,14 +115,14 @@ class StackedLinear(nn.Module):
         return f"n_sets={self.n_sets}, {self.in_features}, {self.out_features}"
 
 
-class LazyStackedLinear(LazyModuleMixin, StackedLinear):  # type: ignore[misc]
+class LazyStackedLinear(LazyModuleMixin, StackedLinear):
     """A ``StackedLinear`` that learns its input features from the first call.
 
     Args:
         extra_features: features that the weight has beyond the input's (an agent id).
     """
 
-    cls_to_become = StackedLinear  # type: ignore[assignment]
+    cls_to_become = StackedLinear
     weight: UninitializedParameter
 
     def __init__(
@@ -137,19 +138,20 @@ class LazyStackedLinear(LazyModuleMixin, StackedLinear):  # type: ignore[misc]
         super().__init__(n_sets, 0, 0, bias=False, device=device, dtype=dtype)
         self.out_features = out_features
         self.extra_features = extra_features
-        kwargs = {"device": device, "dtype": dtype}
-        self.weight = UninitializedParameter(**kwargs)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = UninitializedParameter(**options)
         if bias:
-            self.bias = UninitializedParameter(**kwargs)
+            self.bias = UninitializedParameter(**options)
 
     def reset_parameters(self) -> None:
         """Draws new parameters once their size is known."""
-        if not self.has_uninitialized_params() and self.in_features > 0:
+        if not self.has_uninitialized_params():
             super().reset_parameters()
 
     def initialize_parameters(self, x: Tensor, *args: object) -> None:
         """Gives the parameters the size that the first input asks for."""
         if not self.has_uninitialized_params():
+            self.in_features = self.weight.shape[-1]  # a state_dict has given the weight
             return
         with torch.no_grad():
             self.in_features = x.shape[-1] + self.extra_features
@@ -157,6 +159,12 @@ class LazyStackedLinear(LazyModuleMixin, StackedLinear):  # type: ignore[misc]
             if isinstance(self.bias, UninitializedParameter):
                 self.bias.materialize((self.n_sets, self.out_features))
             self.reset_parameters()
+
+
+def sized(layer: nn.Module, x: Tensor) -> None:
+    """Gives a lazy layer, used without its ``forward``, the size that its first input asks for."""
+    if isinstance(layer, LazyModuleMixin):
+        layer._infer_parameters(layer, (x,))
 
 
 class StackedConv2d(nn.Module):
@@ -196,18 +204,17 @@ class StackedConv2d(nn.Module):
         super().__init__()
         self.n_sets, self.in_channels, self.out_channels = n_sets, in_channels, out_channels
         self.kernel_size, self.stride, self.padding = map(_pair, (kernel_size, stride, padding))
-        kwargs = {"device": device, "dtype": dtype}
         shape = (n_sets, out_channels, in_channels, *self.kernel_size)
-        self.weight = nn.Parameter(torch.empty(shape, **kwargs))
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
-            self.bias = nn.Parameter(torch.empty(n_sets, out_channels, **kwargs))
+            self.bias = nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draws new parameters, different ones for every set."""
-        fan_in = self.in_channels * math.prod(self.kernel_size)
+        fan_in = math.prod(self.weight.shape[2:])
         bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
         for parameter in (self.weight, self.bias):
             if parameter is not None:
@@ -227,14 +234,14 @@ class StackedConv2d(nn.Module):
         )
 
     def fan_out(self, x: Tensor) -> Tensor:
-        """Returns the convolutions of one input with all sets: ``[N, in, …]`` → ``[N, M·out, …]``."""
+        """Returns the convolutions of one input with all sets, ``[N, in, …]``→``[N, M·out, …]``."""
         bias = None if self.bias is None else self.bias.flatten()
         return F.conv2d(x, self.weight.flatten(0, 1), bias, self.stride, self.padding)
 
     def single(self, position: int) -> nn.Conv2d:
         """Returns set ``position`` as an ``nn.Conv2d`` that shares its memory."""
         layer = nn.Conv2d(
-            self.in_channels,
+            self.weight.shape[2],
             self.out_channels,
             self.kernel_size,
             self.stride,
@@ -255,10 +262,10 @@ class StackedConv2d(nn.Module):
         )
 
 
-class LazyStackedConv2d(LazyModuleMixin, StackedConv2d):  # type: ignore[misc]
+class LazyStackedConv2d(LazyModuleMixin, StackedConv2d):
     """A ``StackedConv2d`` that learns its input channels from the first call."""
 
-    cls_to_become = StackedConv2d  # type: ignore[assignment]
+    cls_to_become = StackedConv2d
     weight: UninitializedParameter
 
     def __init__(
@@ -273,25 +280,26 @@ class LazyStackedConv2d(LazyModuleMixin, StackedConv2d):  # type: ignore[misc]
         dtype: torch.dtype | None = None,
         blocks: int = 1,
     ) -> None:
-        """Creates the parameters without their input channels; ``blocks`` inputs lie side by side."""
+        """Creates parameters without input channels; ``blocks`` inputs will lie side by side."""
         super().__init__(
             n_sets, 0, 0, kernel_size, stride, padding, bias=False, device=device, dtype=dtype
         )
         self.out_channels = out_channels
         self.blocks = blocks
-        kwargs = {"device": device, "dtype": dtype}
-        self.weight = UninitializedParameter(**kwargs)
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = UninitializedParameter(**options)
         if bias:
-            self.bias = UninitializedParameter(**kwargs)
+            self.bias = UninitializedParameter(**options)
 
     def reset_parameters(self) -> None:
         """Draws new parameters once their size is known."""
-        if not self.has_uninitialized_params() and self.in_channels > 0:
+        if not self.has_uninitialized_params():
             super().reset_parameters()
 
     def initialize_parameters(self, x: Tensor, *args: object) -> None:
         """Gives the parameters the size that the first input asks for."""
         if not self.has_uninitialized_params():
+            self.in_channels = self.weight.shape[2]  # a state_dict has given the weight
             return
         with torch.no_grad():
             self.in_channels = x.shape[-3] // self.blocks

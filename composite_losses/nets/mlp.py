@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError
 from composite_losses.nets.base import MultiAgentNet, Sharing, per_layer
-from composite_losses.nets.layers import LazyStackedLinear, StackedLinear
+from composite_losses.nets.layers import LazyStackedLinear, StackedLinear, sized
 
 
 class MultiAgentMLP(MultiAgentNet):
@@ -26,8 +26,9 @@ class MultiAgentMLP(MultiAgentNet):
         centralized: whether every agent sees all agents' inputs (``centralised`` works too).
         share_params: True (one parameter set), False (one per agent), or the set of each agent.
         device: device of the parameters.
-        depth: number of hidden layers; 3, or the length of ``num_cells``.
-        num_cells: cells of the hidden layers; 32.
+        depth: number of hidden layers; the length of ``num_cells``, 3 where that is a number, 0
+            where neither is given (as in TorchRL).
+        num_cells: cells of the hidden layers, once or per layer; 32.
         activation_class: activation after every hidden layer.
         agent_dim: dim of the agents; it keeps its place.
         activation_kwargs: its arguments, once or per layer.
@@ -88,11 +89,11 @@ class MultiAgentMLP(MultiAgentNet):
         first = None if n_agent_inputs is None else n_agent_inputs
         if first is not None and self.centralized:
             first *= n_agents
-        sizes = [None if first is None else first + extra, *cells, n_agent_outputs]
+        widths = [*cells, n_agent_outputs]
+        sizes = [None if first is None else first + extra, *cells]
         blocks: list[nn.Module] = []
-        for i, (size, out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True)):
+        for i, (size, width) in enumerate(zip(sizes, widths, strict=True)):
             bias = bias_last_layer or i < len(cells)
-            width = cast(int, out)
             if size is None:
                 # a decentralised net appends the id to its input before the first layer sees it
                 later = extra if self.centralized else 0
@@ -136,26 +137,24 @@ class MultiAgentMLP(MultiAgentNet):
         batch = x.shape[:-2]
         seen = x.flatten(-2)
         first = cast(StackedLinear, self.blocks[0])
+        rows = seen.reshape(-1, seen.shape[-1])
+        sized(first, rows)
         if self.agent_id:
-            return self._centralised_with_id(seen)
-        if self.n_sets == 1:
+            y = self._run(self._joined_by_id(first, rows), self._index, 1, 0)
+        elif self._masks_differ():
+            hidden = first.fan_out(rows).index_select(0, self._sets)
+            y = self._run(hidden, self._index, 1, 0)
+        elif self.n_sets == 1:
             y = self._run(seen, None, 0)
             return y.unsqueeze(-2).expand(*batch, self.n_agents, y.shape[-1])
-        rows = seen.reshape(-1, seen.shape[-1])
-        if isinstance(first, LazyStackedLinear):
-            first.initialize_parameters(rows)
-        y = self._run(first.fan_out(rows), None, 1, 0)
-        if self._index is not None:
-            y = y.index_select(0, self._index)
+        else:
+            y = self._run(first.fan_out(rows), None, 1, 0)
+            if self._index is not None:
+                y = y.index_select(0, self._index)
         return y.transpose(0, 1).reshape(*batch, self.n_agents, y.shape[-1])
 
-    def _centralised_with_id(self, seen: Tensor) -> Tensor:
-        """Returns the outputs where the id joins the input: a bias per agent in the first layer."""
-        first = cast(StackedLinear, self.blocks[0])
-        batch = seen.shape[:-1]
-        rows = seen.reshape(-1, seen.shape[-1])
-        if isinstance(first, LazyStackedLinear):
-            first.initialize_parameters(rows)
+    def _joined_by_id(self, first: StackedLinear, rows: Tensor) -> Tensor:
+        """Returns the first layer's outputs where the id joins the input: a bias per agent."""
         width = rows.shape[-1]
         weight = first.weight
         shared = torch.nn.functional.linear(rows, weight[..., :width].flatten(0, 1))
@@ -165,9 +164,7 @@ class MultiAgentMLP(MultiAgentNet):
         bias = weight[sets, :, width + ids]
         if first.bias is not None:
             bias = bias + first.bias[sets]
-        hidden = hidden.index_select(0, sets) + bias.unsqueeze(1)
-        y = self._run(hidden, self._index, 1, 0)
-        return y.transpose(0, 1).reshape(*batch, self.n_agents, y.shape[-1])
+        return hidden.index_select(0, sets) + bias.unsqueeze(1)
 
 
 def hidden_cells(depth: int | None, num_cells: Sequence[int] | int | None) -> list[int]:
@@ -177,7 +174,7 @@ def hidden_cells(depth: int | None, num_cells: Sequence[int] | int | None) -> li
         ConfigError: a depth that is not the length of ``num_cells``.
     """
     if num_cells is None:
-        num_cells = 32
+        return [32] * (depth or 0)
     if isinstance(num_cells, int):
         return [num_cells] * (3 if depth is None else depth)
     cells = [int(c) for c in num_cells]

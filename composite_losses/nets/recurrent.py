@@ -29,7 +29,8 @@ class MultiAgentRNN(nn.Module, abc.ABC):
     is_recurrent = True
     gates: int
     states: int
-    module: type[nn.RNNBase]
+    module: type[nn.GRU] | type[nn.LSTM]
+    _index: Tensor | None
 
     def __init__(
         self,
@@ -106,6 +107,19 @@ class MultiAgentRNN(nn.Module, abc.ABC):
         y, state = self._scan(x, hidden, self._flags(x, is_init, x.shape[-3]))
         return y, self._given(state)
 
+    def restarted(self, x: Tensor, stored: Any, is_init: Tensor) -> Any:
+        """Returns what ``sequence`` does where a step at ``is_init`` starts from its stored state.
+
+        Args:
+            x: inputs ``[*B, T, A, F]``.
+            stored: the state before every step, ``[*B, T, A, num_layers, H]``.
+            is_init: ``[*B, T, 1]`` or ``[*B, T, A, 1]``.
+        """
+        given = (stored,) if isinstance(stored, Tensor) else tuple(stored)
+        first = tuple(s.select(x.ndim - 3, 0) for s in given)
+        y, state = self._scan(x, first, self._flags(x, is_init, x.shape[-3]), given)
+        return y, self._given(state)
+
     def _flags(self, x: Tensor, is_init: Tensor | None, steps: int | None) -> Tensor | None:
         """Returns ``is_init`` as ``[*B, T, A or 1, 1]``, T = 1 for one step."""
         if is_init is None:
@@ -122,7 +136,9 @@ class MultiAgentRNN(nn.Module, abc.ABC):
             )
         return (flags if steps is not None else flags.unsqueeze(-3)).bool()
 
-    def _scan(self, x: Tensor, hidden: Any, flags: Tensor | None) -> tuple[Tensor, State]:
+    def _scan(
+        self, x: Tensor, hidden: Any, flags: Tensor | None, stored: State | None = None
+    ) -> tuple[Tensor, State]:
         """Returns outputs ``[*B, T, A, H]`` and the final state, ``[*B, A, L, H]`` per tensor."""
         agents = x.shape[-2]
         if x.shape[-1] != self.input_size or (
@@ -134,16 +150,17 @@ class MultiAgentRNN(nn.Module, abc.ABC):
             )
         batch, steps = x.shape[:-3], x.shape[-3]
         rows = x.reshape(-1, *x.shape[-3:]).movedim(-2, 0)
-        state = self._state(hidden, rows, agents)
-        keep = None
+        state = self._state(hidden, rows, (*batch, agents))
         if flags is not None:
             wide = flags.expand(*batch, steps, agents, 1)
-            keep = (~wide).to(x.dtype).reshape(-1, steps, agents, 1).movedim(-2, 0)
+            flags = wide.reshape(-1, steps, agents, 1).movedim(-2, 0)
+        restarts = tuple(s.reshape(-1, *s.shape[-4:]).movedim(-3, 0) for s in stored or ())
         finals: list[State] = []
         layer_input = rows
         for layer in range(self.num_layers):
             first = tuple(s[:, :, layer] for s in state)
-            layer_input, last = self._layer(layer, layer_input, first, keep)
+            again = tuple(s[:, :, :, layer] for s in restarts)
+            layer_input, last = self._layer(layer, layer_input, first, flags, again)
             finals.append(last)
         out = layer_input.movedim(0, -2).reshape(*batch, steps, agents, self.hidden_size)
         stacked = tuple(
@@ -155,7 +172,7 @@ class MultiAgentRNN(nn.Module, abc.ABC):
         return out, stacked
 
     def _layer(
-        self, layer: int, x: Tensor, state: State, keep: Tensor | None
+        self, layer: int, x: Tensor, state: State, flags: Tensor | None, restarts: State
     ) -> tuple[Tensor, State]:
         """Returns outputs ``[A, N, T, H]`` and the last state of one layer over time."""
         blocks, rows, steps, _ = x.shape
@@ -168,8 +185,12 @@ class MultiAgentRNN(nn.Module, abc.ABC):
         inputs = inputs.reshape(blocks, rows, steps, -1)
         outputs = []
         for t in range(steps):
-            if keep is not None:
-                state = tuple(s * keep[:, :, t] for s in state)
+            if flags is not None:
+                # chosen, not multiplied by 0: a NaN must not outlive the reset
+                new = [r[:, :, t] for r in restarts] or [x.new_zeros(())] * self.states
+                state = tuple(
+                    torch.where(flags[:, :, t], n, s) for n, s in zip(new, state, strict=True)
+                )
             gates = self._product(state[0], w_hh, b_hh)
             state = self._cell(inputs[:, :, t], gates, state)
             outputs.append(state[0])
@@ -186,21 +207,19 @@ class MultiAgentRNN(nn.Module, abc.ABC):
     def _cell(self, inputs: Tensor, gates: Tensor, state: State) -> State:
         """Returns the next state from the gates of input and state."""
 
-    def _state(self, hidden: Any, rows: Tensor, agents: int) -> State:
-        """Returns the state as tensors ``[A, N, L, H]``."""
+    def _state(self, hidden: Any, rows: Tensor, lead: tuple[int, ...]) -> State:
+        """Returns the state as tensors ``[A, N, L, H]``; ``lead`` is ``[*B, A]``."""
+        size = (self.num_layers, self.hidden_size)
         if hidden is None:
-            shape = (agents, rows.shape[1], self.num_layers, self.hidden_size)
+            shape = (lead[-1], rows.shape[1], *size)
             return tuple(rows.new_zeros(shape) for _ in range(self.states))
         given = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
-        expected = (agents, self.num_layers, self.hidden_size)
-        for tensor in given:
-            if len(given) != self.states or tensor.shape[-3:] != expected:
-                raise ShapeError(
-                    f"{type(self).__name__}: expected {self.states} hidden tensor(s) "
-                    f"[*B, {agents}, {self.num_layers}, {self.hidden_size}], found "
-                    f"{[list(t.shape) for t in given]}."
-                )
-        return tuple(t.reshape(-1, *expected).movedim(1, 0) for t in given)
+        if len(given) != self.states or any(t.shape != (*lead, *size) for t in given):
+            raise ShapeError(
+                f"{type(self).__name__}: expected {self.states} hidden tensor(s) "
+                f"{[*lead, *size]}, found {[list(t.shape) for t in given]}."
+            )
+        return tuple(t.reshape(-1, lead[-1], *size).movedim(1, 0) for t in given)
 
     def _given(self, state: State) -> Any:
         """Returns the state as the caller holds it: one tensor, or the pair."""

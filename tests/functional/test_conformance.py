@@ -143,6 +143,11 @@ ROWS: dict[str, Row] = {
         ("x",),
         ("ok", "x", "a"),
     ),
+    "pessimistic": Row(
+        lambda g, c, a: F.pessimistic(g, c, a, 3.0),
+        {"g": normal(*S), "c": normal(*S), "a": normal(*S)},
+        ("g", "c"),
+    ),
     "leafwise": Row(
         lambda x, a, low, high, corr: F.leafwise(
             x, a, low, high, dual_clip=3.0, log_correction=corr
@@ -228,6 +233,13 @@ ROWS: dict[str, Row] = {
         {"a": positive(*S, N), "b": positive(*S, N)},
         ("a", "b"),
     ),
+    "bounded_log_probs": Row(
+        lambda x, ok: F.bounded_log_probs(x, ok),
+        {"x": normal(*S, N), "ok": flags(*S, N)},
+        ("x",),
+    ),
+    "tanh_inverse": Row(lambda v: F.tanh_inverse(v, -1.0, 2.0), {"v": unit(*S)}, ("v",)),
+    "tanh_log_slope": Row(lambda x: F.tanh_log_slope(x, -1.0, 2.0), {"x": normal(*S)}, ("x",)),
     "tanh_normal_log_prob": Row(
         lambda loc, scale, v: F.tanh_normal_log_prob(loc, scale, -1.0, 2.0, v),
         {"loc": normal(*S), "scale": positive(*S), "v": unit(*S)},

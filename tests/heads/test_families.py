@@ -512,5 +512,5 @@ def test_tanh_at_its_bounds(name, dtype):
         found = terms.log_prob(action)
         assert found.isfinite().all()
         torch.testing.assert_close(found, dist.log_prob(action), rtol=1e-5, atol=1e-5)
-        gradients = torch.autograd.grad(found.sum(), list(parameters.values()))
+        gradients = torch.autograd.grad(found.sum(), list(parameters.values()), retain_graph=True)
         assert all(g.isfinite().all() for g in gradients)
