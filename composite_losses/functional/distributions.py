@@ -21,7 +21,7 @@ _LOG_SQRT_2PI = math.log(math.sqrt(2 * math.pi))
 def normal_log_prob(
     loc: Tensor, scale: Tensor, value: Tensor, log_scale: Tensor | None = None
 ) -> Tensor:
-    """The log-density of a normal distribution at ``value``.
+    """The log-density of a normal distribution at ``value``, nats.
 
     ``-(value - loc)^2 / (2 scale^2) - log scale - log(2 pi) / 2``. The operations are those of
     ``torch.distributions.Normal`` in the same order, so that a fresh ratio is exactly 1.
@@ -37,17 +37,17 @@ def normal_log_prob(
 
 
 def normal_entropy(scale: Tensor, log_scale: Tensor | None = None) -> Tensor:
-    """The differential entropy ``1/2 + log(2 pi) / 2 + log scale`` of a normal distribution.
+    """The differential entropy ``1/2 + log(2 pi) / 2 + log scale`` of a normal distribution, nats.
 
     Args:
-        scale: positive.
+        scale: positive, any shape.
         log_scale: ``log(scale)``, where the caller has it.
     """
     return (0.5 + _LOG_SQRT_2PI) + (scale.log() if log_scale is None else log_scale)
 
 
 def normal_kl(loc_p: Tensor, scale_p: Tensor, loc_q: Tensor, scale_q: Tensor) -> Tensor:
-    """The divergence of two normal distributions.
+    """The divergence of two normal distributions, nats; any shape.
 
     ``(v + ((loc_p - loc_q) / scale_q)^2 - 1 - log v) / 2`` with ``v = (scale_p / scale_q)^2``. Also
     the divergence of two tanh-normals with equal bounds: a bijection leaves it unchanged.
@@ -57,7 +57,7 @@ def normal_kl(loc_p: Tensor, scale_p: Tensor, loc_q: Tensor, scale_q: Tensor) ->
 
 
 def categorical_log_probs(logits: Tensor, allowed: Tensor | None = None) -> Tensor:
-    """The normalised log-probs of all entries, ``[..., n]``.
+    """The normalised log-probs of all entries, ``[..., n]``, nats.
 
     ``logits - log sum_j exp(logits_j)``, the sum over the allowed entries j.
     An entry is forbidden where ``allowed`` is False or the logit is -inf. There the result is the
@@ -92,7 +92,7 @@ def _lowest_logit(dtype: torch.dtype) -> float:
 def bounded_log_probs(
     logits: Tensor, allowed: Tensor | None = None, *, normalised: bool = False
 ) -> Tensor:
-    """The normalised log-probs ``[..., n]``, finite for forbidden entries, in few operations.
+    """The normalised log-probs ``[..., n]``, nats, finite for forbidden entries, in few operations.
 
     As :func:`categorical_log_probs`, but a forbidden entry has a quarter of the most negative
     number, and a row where nothing is allowed is uniform (without gradient): for callers that drop
@@ -113,7 +113,7 @@ def bounded_log_probs(
 
 
 def categorical_log_prob(logits: Tensor, index: Tensor, allowed: Tensor | None = None) -> Tensor:
-    """The log-prob of the chosen entry, ``[...]``; see :func:`categorical_log_probs`.
+    """The log-prob of the chosen entry, ``[...]``, nats; see :func:`categorical_log_probs`.
 
     Args:
         logits: ``[..., n]``, unnormalised.
@@ -130,7 +130,7 @@ def categorical_log_prob(logits: Tensor, index: Tensor, allowed: Tensor | None =
 
 
 def categorical_entropy(logits: Tensor, allowed: Tensor | None = None) -> Tensor:
-    """The entropy ``-sum_j p_j log p_j`` over the allowed entries, ``[...]``.
+    """The entropy ``-sum_j p_j log p_j`` over the allowed entries, ``[...]``, nats.
 
     0 with zero gradient where nothing is allowed.
 
@@ -151,7 +151,7 @@ def categorical_kl(
     allowed_p: Tensor | None = None,
     allowed_q: Tensor | None = None,
 ) -> Tensor:
-    """The divergence ``sum_j p_j (log p_j - log q_j)``, ``[...]``.
+    """The divergence ``sum_j p_j (log p_j - log q_j)``, ``[...]``, nats.
 
     Very large but finite where q forbids what p allows.
 
@@ -170,7 +170,7 @@ def categorical_kl(
 
 
 def bernoulli_log_prob(logits: Tensor, value: Tensor) -> Tensor:
-    """The log-prob of ``value``, accurate for large logits.
+    """The log-prob of ``value``, nats, accurate for large logits.
 
     ``value log sigmoid(logits) + (1 - value) log sigmoid(-logits)``
 
@@ -183,7 +183,7 @@ def bernoulli_log_prob(logits: Tensor, value: Tensor) -> Tensor:
 
 
 def bernoulli_entropy(logits: Tensor) -> Tensor:
-    """The entropy ``-p log p - (1 - p) log(1 - p)``.
+    """The entropy ``-p log p - (1 - p) log(1 - p)``, nats; any shape.
 
     ``softplus(-|x|) + |x| sigmoid(-|x|)`` for a logit x, which has no cancellation.
     """
@@ -192,7 +192,7 @@ def bernoulli_entropy(logits: Tensor) -> Tensor:
 
 
 def bernoulli_kl(logits_p: Tensor, logits_q: Tensor) -> Tensor:
-    """The divergence ``p (log p - log q) + (1 - p) (log(1 - p) - log(1 - q))``.
+    """The divergence ``p (log p - log q) + (1 - p) (log(1 - p) - log(1 - q))``, nats; any shape.
 
     With ``-log p = softplus(-logits_p)`` and ``-log(1 - p) = softplus(logits_p)``.
     """
@@ -202,7 +202,7 @@ def bernoulli_kl(logits_p: Tensor, logits_q: Tensor) -> Tensor:
 
 
 def beta_log_prob(concentration1: Tensor, concentration0: Tensor, value: Tensor) -> Tensor:
-    """The log-density of a beta distribution at ``value``, x in (0, 1).
+    """The log-density of a beta distribution at ``value``, x in (0, 1), nats; any shape.
 
     ``(a - 1) log x + (b - 1) log(1 - x) - log B(a, b)``, with ``a = concentration1``,
     ``b = concentration0``.
@@ -213,7 +213,7 @@ def beta_log_prob(concentration1: Tensor, concentration0: Tensor, value: Tensor)
 
 
 def beta_entropy(concentration1: Tensor, concentration0: Tensor) -> Tensor:
-    """The differential entropy of a beta distribution.
+    """The differential entropy of a beta distribution, nats; any shape.
 
     ``log B(a, b) - (a - 1) psi(a) - (b - 1) psi(b) + (a + b - 2) psi(a + b)``, with
     ``a = concentration1``, ``b = concentration0`` and psi the digamma function.
@@ -233,7 +233,7 @@ def beta_kl(
     concentration1_q: Tensor,
     concentration0_q: Tensor,
 ) -> Tensor:
-    """The divergence of two beta distributions.
+    """The divergence of two beta distributions, nats; any shape.
 
     ``log B(q) - log B(p) + (a_p - a_q) psi(a_p) + (b_p - b_q) psi(b_p) - (t_p - t_q) psi(t_p)``,
     with ``a = concentration1``, ``b = concentration0``, ``t = a + b``.
@@ -249,7 +249,7 @@ def beta_kl(
 
 
 def gamma_log_prob(concentration: Tensor, rate: Tensor, value: Tensor) -> Tensor:
-    """The log-density of a gamma distribution at ``value``, x > 0.
+    """The log-density of a gamma distribution at ``value``, x > 0, nats; any shape.
 
     ``a log rate + (a - 1) log x - rate x - log Gamma(a)``, with ``a = concentration``.
     """
@@ -260,7 +260,10 @@ def gamma_log_prob(concentration: Tensor, rate: Tensor, value: Tensor) -> Tensor
 
 
 def gamma_entropy(concentration: Tensor, rate: Tensor) -> Tensor:
-    """The differential entropy ``a - log rate + log Gamma(a) + (1 - a) psi(a)``."""
+    """The differential entropy ``a - log rate + log Gamma(a) + (1 - a) psi(a)``, nats; any shape.
+
+    With ``a = concentration``, and psi the digamma function.
+    """
     return (
         concentration
         - rate.log()
@@ -272,7 +275,7 @@ def gamma_entropy(concentration: Tensor, rate: Tensor) -> Tensor:
 def gamma_kl(
     concentration_p: Tensor, rate_p: Tensor, concentration_q: Tensor, rate_q: Tensor
 ) -> Tensor:
-    """The divergence of two gamma distributions.
+    """The divergence of two gamma distributions, nats; any shape.
 
     ``(a_p - a_q) psi(a_p) - log Gamma(a_p) + log Gamma(a_q) + a_q log(r_p / r_q)
     + a_p (r_q / r_p - 1)``, with ``a = concentration``, ``r = rate``.
@@ -287,7 +290,7 @@ def gamma_kl(
 
 
 def dirichlet_log_prob(concentration: Tensor, value: Tensor) -> Tensor:
-    """The log-density ``sum_j (a_j - 1) log x_j - log B(a)``, ``[...]``.
+    """The log-density ``sum_j (a_j - 1) log x_j - log B(a)``, ``[...]``, nats.
 
     Args:
         concentration: ``[..., n]``.
@@ -297,7 +300,7 @@ def dirichlet_log_prob(concentration: Tensor, value: Tensor) -> Tensor:
 
 
 def dirichlet_entropy(concentration: Tensor) -> Tensor:
-    """The differential entropy of a Dirichlet distribution, ``[...]``.
+    """The differential entropy of a Dirichlet distribution, ``[...]``, nats.
 
     ``log B(a) + (t - n) psi(t) - sum_j (a_j - 1) psi(a_j)``, with ``t = sum_j a_j``.
 
@@ -313,7 +316,7 @@ def dirichlet_entropy(concentration: Tensor) -> Tensor:
 
 
 def dirichlet_kl(concentration_p: Tensor, concentration_q: Tensor) -> Tensor:
-    """The divergence of two Dirichlet distributions with concentrations p and q, ``[...]``.
+    """The divergence of Dirichlet distributions with concentrations p and q, ``[...]``, nats.
 
     ``log B(q) - log B(p) + sum_j (p_j - q_j) (psi(p_j) - psi(t_p))``, with ``t_p = sum_j p_j``.
 

@@ -68,6 +68,8 @@ def read(td: TensorDictBase | Reader, key: NestedKey) -> object | None:
     ``TensorDict.get`` raises where a prefix of the key is a tensor; for a look-up that tries one
     candidate after the other, that is an absent entry like any other.
     """
+    if type(td) is TensorDict and isinstance(key, str):
+        return cast(object, cast(Any, td)._get_str(key, None))
     if type(td) is TensorDict or is_tensor_collection(td):
         return walk(td, path(key))
     return cast(object, cast(Reader, td).get(key))

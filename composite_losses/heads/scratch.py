@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-from composite_losses.heads.keys import Path, as_key, path, walk
+from composite_losses.heads.keys import Path, as_key, path, read, walk
 
 
 class Scratch:
@@ -21,6 +21,8 @@ class Scratch:
         self._td = tensordict
         self._own = False
         self._written: dict[Path, Any] = {}
+        # first elements of what was written
+        self._touched: set[str] = set()
 
     @property
     def batch_size(self) -> torch.Size:
@@ -40,17 +42,20 @@ class Scratch:
     def get(self, key: NestedKey) -> Any:
         """Returns the entry under ``key``, or None."""
         parts = path(key)
-        if self._written:
-            for k in range(len(parts), 0, -1):
-                if parts[:k] in self._written:
-                    return walk(self._written[parts[:k]], parts[k:])
-        if self._written and any(written[: len(parts)] == parts for written in self._written):
+        if parts[0] not in self._touched:
+            return read(self._td, key)
+        for k in range(len(parts), 0, -1):
+            if parts[:k] in self._written:
+                return walk(self._written[parts[:k]], parts[k:])
+        if any(written[: len(parts)] == parts for written in self._written):
             return walk(self.tensordict(), parts)
         return walk(self._td, parts)
 
     def set(self, key: NestedKey, value: Any) -> None:
         """Lays an entry over the batch."""
-        self._written[path(key)] = value
+        parts = path(key)
+        self._written[parts] = value
+        self._touched.add(parts[0])
 
     def drop(self, key: NestedKey) -> None:
         """Hides the entry under ``key``."""
@@ -66,6 +71,7 @@ class Scratch:
         for parts, value in self._written.items():
             self._td.set(as_key(parts), value)
         self._written = {}
+        self._touched = set()
         return self._td
 
     def keys(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +83,7 @@ class Scratch:
         twin = Scratch(self._td.copy() if self._own else self._td)
         twin._own = self._own
         twin._written = dict(self._written)
+        twin._touched = set(self._touched)
         return twin
 
 

@@ -24,12 +24,13 @@ from composite_losses.losses._advantage import AdvantageSide
 from composite_losses.losses._inspect import Inspection
 from composite_losses.losses._keys import AcceptedKeys, Keys
 from composite_losses.losses._networks import Networks, draws_random
+from composite_losses.losses._options import scalar
 from composite_losses.losses._policy import PolicySide
 from composite_losses.losses._torchrl import LossModule, ValueEstimators
 from composite_losses.losses._value import ValueSide
 from composite_losses.losses.parts import EntropyTerm, ValueTerm
 from composite_losses.losses.samples import Samples
-from composite_losses.losses.surrogates import Surrogate, scalar
+from composite_losses.losses.surrogates import Surrogate
 
 
 class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection, LossModule):
@@ -251,7 +252,7 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
         """Returns a loss ``[*S, 1]`` reduced over the rows that count."""
         count = None
         if self.sync_counts and self.reduction == "mean":
-            count = _metrics.all_reduced_count(F.valid_count(loss, mask))
+            count = _metrics.all_reduced_count(loss, mask)
         out = F.reduce(loss, mask, self.reduction, count=count)
         return out.squeeze(-1) if self.reduction == "none" else out
 

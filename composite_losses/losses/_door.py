@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError
+from composite_losses.losses._options import scalar
 from composite_losses.losses._torchrl import Mixin
 from composite_losses.losses.parts import AdvantageNorm, AdvantageScale, EntropyTerm, ValueTerm
-from composite_losses.losses.surrogates import Surrogate, scalar
+from composite_losses.losses.surrogates import Surrogate
 
 # older spellings that clients still pass
 ALIASES = {
@@ -127,7 +128,8 @@ def assign(part: nn.Module, name: str, value: Any) -> None:
         part._buffers[name] = scalar(name, value).clone()
         return
     with torch.no_grad():
-        buffer.copy_(torch.as_tensor(value, dtype=buffer.dtype, device=buffer.device))
+        given = torch.as_tensor(value, dtype=buffer.dtype, device=buffer.device)
+        buffer.copy_(given.reshape(()) if given.numel() == 1 else given)
 
 
 class Door(Mixin):

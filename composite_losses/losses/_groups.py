@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from composite_losses.errors import ConfigError, MissingKeyError
 from composite_losses.heads.keys import as_key, listing, path, read
 from composite_losses.losses._base import BaseLoss
+from composite_losses.losses._options import scalar
 from composite_losses.losses._torchrl import LossModule
-from composite_losses.losses.surrogates import scalar
 
 # what a group keeps under its own name, and what may stand at the root for all groups
 GROUP_KEYS = ("advantage", "value_target", "value", "reward", "done", "terminated")

@@ -125,10 +125,11 @@ def _k3(samples: Samples) -> Tensor:
     return torch.expm1(samples.bounded) - samples.bounded
 
 
-def all_reduced_count(count: Tensor) -> Tensor:
+def all_reduced_count(x: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the ranks' mean valid count: averaged gradients are the whole batch's."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return count
-    total = count.clone()
+        return F.valid_count(x, mask)
+    each = 1 if mask is None else x.shape[mask.ndim :].numel()
+    total = x.new_full((), x.numel()) if mask is None else (mask.sum() * each).to(x.dtype)
     torch.distributed.all_reduce(total)
-    return total / torch.distributed.get_world_size()
+    return total.clamp_min(1) / torch.distributed.get_world_size()

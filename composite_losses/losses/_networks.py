@@ -117,7 +117,9 @@ class Networks(Mixin):
         self, network: nn.Module, params: TensorDictParams | None
     ) -> contextlib.AbstractContextManager[Any]:
         """Context in which the network holds the given parameters."""
-        if not self._functional or params is None or self._holds(network, params):
+        if not self._functional or not isinstance(params, TensorDictParams):
+            return contextlib.nullcontext()
+        if self._holds(network, params):
             return contextlib.nullcontext()
         return cast(
             contextlib.AbstractContextManager[Any],
@@ -158,6 +160,7 @@ class Networks(Mixin):
         for name in trees:
             del self._modules[name]
         super()._apply(fn)
+        self._held.clear()
         replaced: dict[int, Tensor] = {}
         for tree in trees.values():
             _convert(tree, fn, replaced)

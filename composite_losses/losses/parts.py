@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from composite_losses import functional as F
 from composite_losses.errors import ConfigError, MissingKeyError
 from composite_losses.heads import HeadPlan
-from composite_losses.losses.surrogates import scalar
+from composite_losses.losses._options import scalar
 
 KINDS = ("l1", "l2", "smooth_l1")
 
@@ -155,6 +155,7 @@ class EntropyTerm(nn.Module):
         """Writes the coefficient in place."""
         with torch.no_grad():
             given = torch.as_tensor(value)
+            given = given.reshape(()) if given.numel() == 1 else given
             self.coeff.copy_(given.to(self.coeff))
         self._off = given.device.type != "meta" and not bool(given.any())
         self._checked = self.coeff._version
@@ -171,7 +172,9 @@ class EntropyTerm(nn.Module):
         A buffer that was written in place by other means counts as not 0: to read it back would
         wait for the device.
         """
-        return self._off and (torch.compiler.is_compiling() or self.coeff._version == self._checked)
+        if torch.compiler.is_compiling():
+            return False  # a graph must serve every coefficient
+        return self._off and self.coeff._version == self._checked
 
     def forward(self, entropy: Tensor, total: Tensor) -> Tensor:
         """Returns the loss −Σ coeff_h H_h, ``[*S, 1]``.

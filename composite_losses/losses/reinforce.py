@@ -16,7 +16,8 @@ from composite_losses.losses import _frame
 from composite_losses.losses._base import BaseLoss
 from composite_losses.losses._door import MECHANICS, VALUE, Door
 from composite_losses.losses._frame import Frame
-from composite_losses.losses.surrogates import Score, Surrogate, scalar
+from composite_losses.losses._options import scalar
+from composite_losses.losses.surrogates import Score, Surrogate
 
 BASELINES = ("none", "mean", "leave_one_out")
 
@@ -101,7 +102,7 @@ class ReinforceLoss(Door, BaseLoss):
                 f"dim, found batch size {shown(td.batch_size)}."
             )
         base = F.baseline(returns, self.baseline, frame.mask, dim=dim if dim is not None else -1)
-        return (returns - base).unsqueeze(-1), None
+        return (returns - base).unsqueeze(-1).detach(), None
 
     def _per_sample(self, td: TensorDictBase, frame: Frame, name: NestedKey) -> Tensor:
         """Returns a ``("next", name)`` entry as ``[*S]``; a root entry expands over the agents.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -18,38 +17,11 @@ from torch import Tensor, nn
 from composite_losses import functional as F
 from composite_losses.errors import ConfigError
 from composite_losses.heads import HeadPlan
+from composite_losses.losses._options import eps_pair, head_position, scalar
 from composite_losses.losses.samples import Samples
 
 GEOMETRIES = ("joint", "per_head", "leafwise", "mixed")
 Eps = float | Tensor | tuple[float, float]
-
-
-def scalar(name: str, value: Any) -> Tensor:
-    """Returns a number or a one-element tensor as a 0-dim tensor.
-
-    Raises:
-        ValueError: anything else, booleans included.
-    """
-    is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
-    if not is_number or (isinstance(value, Tensor) and value.numel() != 1):
-        raise ConfigError(f"{name} must be a float or a scalar tensor, got {value}.")
-    return torch.as_tensor(
-        value, dtype=None if isinstance(value, Tensor) else torch.float32
-    ).reshape(())
-
-
-def head_position(plan: HeadPlan, key: Any, what: str) -> int:
-    """Returns the position of the head that ``key`` names.
-
-    Raises:
-        ConfigError: the actor has no such head.
-    """
-    position = plan.index(key)
-    if position is None:
-        raise ConfigError(
-            f"{what}: unknown head {key!r}; the heads are {', '.join(map(repr, plan.names))}."
-        )
-    return position
 
 
 class Surrogate(nn.Module, abc.ABC):
@@ -180,6 +152,11 @@ class Clip(Surrogate):
             "dual_clip", None if dual_clip is None else torch.tensor(float(dual_clip))
         )
         self.register_buffer("head_weights", None)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Applies a conversion, after which the clip interval is computed anew."""
+        self._bounds = None
+        return super()._apply(fn, recurse)
 
     def bind(self, plan: HeadPlan) -> None:
         """Turns mappings by head into one buffer element per head."""
@@ -348,8 +325,9 @@ class KLPenalty(Surrogate):
     def forward(self, samples: Samples) -> Tensor:
         """Returns Π r_h · A − β Σ KL_h, ``[*S, 1]``."""
         objective = samples.ratio * samples.advantage
-        # a copy: the adaptation may change β before the backward pass has read it
-        return objective - self.beta.clone() * cast(Tensor, samples.kl)
+        # A copy: the adaptation changes β before the backward pass reads it. It is made by a
+        # reduction, because a compiled graph recomputes a plain clone from the changed buffer.
+        return objective - self.beta.expand(8).amax() * cast(Tensor, samples.kl)
 
     def reports(self, samples: Samples) -> dict[str, Tensor]:
         """Returns ``kl`` and ``beta`` as they acted, then adapts β in training mode."""
@@ -373,24 +351,3 @@ class KLPenalty(Surrogate):
         """Sets β back to its initial value."""
         with torch.no_grad():
             self.beta.fill_(self.initial_beta)
-
-
-def eps_pair(eps: Any) -> tuple[Tensor, Tensor]:
-    """Returns the clip range as (low, high) tensors.
-
-    Raises:
-        ConfigError: a pair of another length, negative, or with low ≥ 1; a negative number.
-    """
-    if isinstance(eps, (tuple, list)):
-        if len(eps) != 2:
-            raise ConfigError(f"clip epsilon: expected a pair of length 2 (low, high), got {eps}.")
-        low, high = scalar("clip epsilon", eps[0]).clone(), scalar("clip epsilon", eps[1]).clone()
-        if float(low) < 0 or float(high) < 0:
-            raise ConfigError(f"clip epsilon: both bounds must be non-negative, got {eps}.")
-        if float(low) >= 1:
-            raise ConfigError(f"clip epsilon: the lower one must be < 1, got {eps}.")
-        return low, high
-    value = scalar("clip epsilon", eps)
-    if float(value) < 0:
-        raise ConfigError(f"clip epsilon: must be non-negative, got {eps}.")
-    return value.clone(), value.clone()

@@ -66,12 +66,12 @@ def collected(critic: TensorDictSequential, episodes: int) -> tuple[TensorDict, 
     return td, values
 
 
-@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("mode", [True, False], ids=["recurrent", "steps"])
 @pytest.mark.parametrize("episodes", [1, 2])
 @pytest.mark.parametrize("kind", ["MultiAgentGRU", "MultiAgentLSTM"])
-def test_critic_with_memory(kind: str, episodes: int, shifted: bool) -> None:
-    """Case 102: the default estimator (one vmapped call over now and next) and a shifted call
-    give the advantages of the critic run step by step, from the loss and from its estimator."""
+def test_critic_with_memory(kind: str, episodes: int, mode: bool) -> None:
+    """Case 102: the default estimator (one vmapped call over now and next) gives the advantages
+    of the critic run step by step, from the loss and from its estimator, in any mode."""
     critic = memory_critic(kind)
     td, values = collected(critic, episodes)
 
@@ -86,9 +86,8 @@ def test_critic_with_memory(kind: str, episodes: int, shifted: bool) -> None:
     everyone = torch.ones(*td.shape, 2, dtype=torch.bool)
     advantage, target = oracle.gae_by_hand(named, everyone, value, group=True)
     loss = cl.GroupLoss({"g": cl.MAPPOLoss(bg.networks("g", SPEC)[0], critic)})
-    budget = {"shifted": True, "shifted_budget": 2 * episodes} if shifted else {}
-    loss.make_value_estimator(**budget)
-    written = loss.value_estimator(td.clone())
+    with set_recurrent_mode(mode):
+        written = loss.value_estimator(td.clone())
     torch.testing.assert_close(written["g", "advantage"], advantage, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(written["g", "value_target"], target, rtol=1e-5, atol=1e-5)
     out, again = loss(td), loss(written)
