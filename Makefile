@@ -2,8 +2,11 @@
 #
 #   make demo     train the demo policy and write demo.png
 #   make test     run the tests            (ARGS="tests/functional -k clip" narrows them)
+#   make test-slow   those that compile, export, train or start processes
 #   make lint     ruff and mypy
 #   make bench    side by side with torchrl  (ARGS="nets --compile"; also losses, groups, export)
+#   make docs     API pages in build/docs, from the docstrings
+#   make mutate   mutation tests of functional and heads  (ARGS="composite_losses.heads.keys*")
 #
 # torch is a CPU build unless you ask for another. Where pip would take a CUDA build, it refuses before
 # the download, and the wheel comes from CPU_INDEX.
@@ -25,7 +28,7 @@ INSTALL := $(RUN) -m pip install -c constraints.txt $(if $(ALLOW_CUDA),,-c const
 # Two torch workers with many threads each are slower than two with one.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: venv demo test lint bench clean
+.PHONY: venv demo test test-slow lint bench docs mutate clean
 .NOTPARALLEL:
 
 venv: $(VENV)/.installed
@@ -34,7 +37,10 @@ demo: $(VENV)/.installed-demo
 	$(RUN) -m composite_losses.demo $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(ONE_THREAD) $(RUN) -m pytest -n $(JOBS) $(ARGS)
+	$(ONE_THREAD) $(RUN) -m pytest -n $(JOBS) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-test
+	$(ONE_THREAD) $(RUN) -m pytest -n $(JOBS) -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
@@ -43,6 +49,17 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-bench
 	$(RUN) -m benchmarks $(or $(ARGS),losses --quick)
+
+docs: $(VENV)/.installed-docs
+	$(RUN) docs/build.py build/docs
+
+# In a copy, where results are kept: a second run goes on with what has changed.
+mutate: $(VENV)/.installed-mutate
+	mkdir -p build/mutate
+	cd build/mutate && rm -rf composite_losses tests examples
+	cp -r composite_losses tests examples pyproject.toml LICENSE README.md build/mutate
+	cd build/mutate && $(ONE_THREAD) $(abspath $(RUN)) -m mutmut run --max-children $(JOBS) $(ARGS)
+	cd build/mutate && $(abspath $(RUN)) -m mutmut results
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
