@@ -67,6 +67,9 @@ def to_onnx(
         example: as for ``to_program``.
         path: where to write.
         dynamic_batch: whether dim 0 of every input is dynamic.
+
+    Raises:
+        ConfigError: the exporter returned nothing.
     """
     program = to_program(module_or_actor, example, dynamic_batch=dynamic_batch)
     target = Path(path)
@@ -108,6 +111,9 @@ def to_package(
         example: as for ``to_program``.
         path: where to write; must end with ``.pt2``.
         dynamic_batch: whether dim 0 of every input is dynamic.
+
+    Raises:
+        ConfigError: the path ends otherwise.
     """
     target = Path(path)
     if target.suffix != ".pt2":
@@ -125,6 +131,9 @@ def max_difference(artifact: Any, module: nn.Module, example: Any) -> float:
         artifact: an ``ExportedProgram``, or the path of an ONNX file or an AOTInductor package.
         module: the network or policy it was made from.
         example: inputs, of any batch size.
+
+    Raises:
+        ConfigError: an artefact of another kind, or outputs of another number or shape.
     """
     function, arguments = prepared(module, example)
     with evaluating(function):

@@ -88,7 +88,7 @@ def explained_variance(value: Tensor, target: Tensor, mask: Tensor | None = None
 
 
 def masked_max(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The largest valid entry.
+    """The largest valid entry ``max_i x_i``, 0-dim; 0 if there is none.
 
     Args:
         x: any shape, floating point.

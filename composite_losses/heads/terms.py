@@ -78,7 +78,7 @@ class Terms(abc.ABC):
         return self
 
     def stackable(self, action: Tensor) -> Tensor:
-        """Returns an action in the form in which those of several heads are stacked."""
+        """Returns an action in the form, of equal shape, in which several heads' are stacked."""
         return action
 
     @abc.abstractmethod
@@ -113,7 +113,7 @@ class DistributionTerms(Terms):
             self.bounds = (low, high)
 
     def log_prob(self, action: Tensor) -> Tensor:
-        """Returns ``distribution.log_prob(action)``."""
+        """Returns ``distribution.log_prob(action)`` in nats, ``[*batch_shape]``."""
         return in_float32(_tensor(self.distribution.log_prob(action)))
 
     def entropy(self, samples: int = 1) -> Tensor:
@@ -149,7 +149,10 @@ class DistributionTerms(Terms):
         return monte_carlo_kl(self, other, sample)
 
     def contains(self, action: Tensor) -> Tensor:
-        """Returns the check of the support or range; without either, finiteness."""
+        """Returns where the support or range holds the action, or it is finite: ``[*batch_shape]``.
+
+        Finiteness counts where the distribution has neither.
+        """
         support = _support(self.distribution)
         if self.bounds is not None:
             inside = (action >= self.bounds[0]) & (action <= self.bounds[1])

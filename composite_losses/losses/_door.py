@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError
+from composite_losses.losses._checkpoint import adopt
 from composite_losses.losses._options import scalar
 from composite_losses.losses._torchrl import Mixin
 from composite_losses.losses.parts import AdvantageNorm, AdvantageScale, EntropyTerm, ValueTerm
@@ -167,6 +168,13 @@ class Door(Mixin):
             raise TypeError("Missing positional arguments actor_network or critic_network.")
         surrogate = self._surrogate(values)
         super().__init__(**translate(values, surrogate))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Loads a checkpoint of this loss, or of TorchRL's loss of the same name."""
+        adopt(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _surrogate(self, options: dict[str, Any]) -> Surrogate:
         """Returns the surrogate, taking the options that are its own out of the table."""

@@ -90,6 +90,9 @@ class HAPPOLoss(Groups):
             group: the group that was just updated.
             agent: where the group's agents have parameters of their own and are updated one by
                 one, the agent: its ratio then multiplies the other agents of the group, too.
+
+        Raises:
+            ShapeError: the group has no such agent.
         """
         member = self._member(group)
         log_ratio = member._behaviour_log_ratio(tensordict)

@@ -21,7 +21,7 @@ class ValueTerm(nn.Module):
 
     Args:
         kind: ``"l1"``, ``"l2"`` or ``"smooth_l1"``.
-        coeff: coefficient of the term.
+        coeff: coefficient of the term, dimensionless.
         clip: largest change of the value from the stored one, in the value's units; the worse of
             both errors counts (Engstrom et al. 2020).
         norm: a TorchRL ``ValueNorm``: the error (and the clip) is between normalised values. It is
@@ -91,11 +91,12 @@ class EntropyTerm(nn.Module):
     """The entropy bonus: −Σ coeff_h · H_h.
 
     Args:
-        coeff: one number for all heads, or a mapping that names every head by its name, its action
-            key, ``<action>_log_prob`` or ``<action>_entropy``.
+        coeff: in units of the objective per nat: one number for all heads, or a mapping that names
+            every head by its name, its action key, ``<action>_log_prob`` or ``<action>_entropy``.
         samples: samples where an entropy (or KL) has no formula.
 
     Raises:
+        ConfigError: a coefficient that is not a number, or samples that are not a positive integer.
         KeyError: the mapping does not name every head, or names one that is not there.
     """
 
@@ -122,7 +123,11 @@ class EntropyTerm(nn.Module):
         self._look()
 
     def bind(self, plan: HeadPlan) -> None:
-        """Turns a mapping by head into one buffer element per head."""
+        """Turns a mapping by head into one buffer element per head.
+
+        Raises:
+            MissingKeyError: the mapping does not name every head, or names one that is not there.
+        """
         if self._by_head is None or self.coeff.ndim == 1:
             return
         values: dict[int, float] = {}
@@ -152,7 +157,7 @@ class EntropyTerm(nn.Module):
             self._checked = self.coeff._version
 
     def write(self, value: float | Tensor) -> None:
-        """Writes the coefficient in place."""
+        """Writes the coefficient in place: a number, 0-dim, or ``[H]``."""
         with torch.no_grad():
             given = torch.as_tensor(value)
             given = given.reshape(()) if given.numel() == 1 else given

@@ -93,13 +93,14 @@ class Clip(Surrogate):
     * ``"mixed"``: mix · joint + (1 − mix) · per_head.
 
     Args:
-        eps: clip range: a number, a pair (low, high) for [1−low, 1+high], or (``per_head`` and
-            ``leafwise``) a mapping head → number or pair, 0.2 for heads it does not name.
+        eps: clip range ≥ 0: a number, a pair (low, high) for [1−low, 1+high] with low < 1, or
+            (``per_head`` and ``leafwise``) a mapping head → number or pair, 0.2 for heads it does
+            not name.
         ratio: the geometry.
         mix: weight of the joint term in ``"mixed"``, in [0, 1].
         dual_clip: c > 1 bounds the objective by c·A where A < 0 (Ye et al. 2020).
-        head_weights: mapping head → w_h for ``per_head`` and ``mixed``, 1 for heads it does not
-            name.
+        head_weights: mapping head → w_h, dimensionless, for ``per_head`` and ``mixed``; 1 for
+            heads it does not name.
 
     Raises:
         ConfigError: an option out of its range, or one that the geometry does not use.
@@ -282,7 +283,7 @@ class KLPenalty(Surrogate):
     row counts. KL is in nats.
 
     Args:
-        beta: initial penalty coefficient.
+        beta: initial penalty coefficient, in units of the objective per nat.
         target: KL to aim for, in nats.
         increment: factor ≥ 1.
         decrement: factor ≤ 1.

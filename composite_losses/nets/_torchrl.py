@@ -35,6 +35,9 @@ class RecurrentModule(TensorDictModuleBase):
         out_key: outputs ``[*B, A, H]``.
         hidden_key: the state ``[*B, A, num_layers, H]``; for an LSTM a list of two keys.
         is_init_key: ``[*B, 1]`` or ``[*B, A, 1]``, as TorchRL's ``InitTracker`` writes it.
+
+    Raises:
+        ConfigError: another number of hidden keys than the net has states.
     """
 
     is_recurrent = True

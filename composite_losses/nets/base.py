@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from composite_losses.errors import ConfigError, ShapeError
-from composite_losses.nets.layers import AgentDropout, Index
+from composite_losses.nets.layers import AgentDropout, Index, StackedConv2d, StackedLinear
 from composite_losses.nets.norms import StackedNorm, detached
 
 Sharing = bool | Sequence[int]
+# blocks that take the set of each row block
+STACKED = (StackedLinear, StackedConv2d, StackedNorm)
 
 
 def agent_sets(share_params: Sharing, n_agents: int) -> tuple[int, ...]:
@@ -83,6 +85,8 @@ class MultiAgentNet(nn.Module, abc.ABC):
         self.agent_dim = agent_dim
         self.dropout_randomness = dropout_randomness
         self.agent_id = agent_id
+        # whether each agent is computed alone and alike, so that any number can be
+        self._any_number = share_params is True and not self.centralized and not agent_id
         self.sets = agent_sets(share_params, n_agents)
         self.n_sets = max(self.sets) + 1
         identity = self.sets == tuple(range(n_agents))
@@ -145,17 +149,17 @@ class MultiAgentNet(nn.Module, abc.ABC):
             agent_dim: dim of the agents, None where they share one activation.
             split: (dim, sizes) to unflatten before ``agent_dim`` is a dim of its own.
         """
-        for block in list(self.blocks)[start:]:
-            if isinstance(block, AgentDropout):
-                x = block(x, agent_dim, split)
-            elif isinstance(block, StackedNorm) or hasattr(block, "fan_out"):
+        for block in list(self.blocks)[start:] if start else self.blocks:
+            if isinstance(block, STACKED):
                 x = block(x, index)
+            elif isinstance(block, AgentDropout):
+                x = block(x, agent_dim, split)
             else:
                 x = block(x)
         return x
 
-    def _arranged(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, int]:
-        """Returns the input with its agents right before the event dims, and where they were.
+    def _checked(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+        """Returns the input, several joined, and the dim of its agents counted from the start.
 
         Raises:
             ShapeError: too few dims, or another number of agents than the net was built for.
@@ -167,14 +171,13 @@ class MultiAgentNet(nn.Module, abc.ABC):
                 f"{self.event_ndim} event dims), found shape {list(x.shape)}."
             )
         dim = self.agent_dim if self.agent_dim >= 0 else x.ndim + self.agent_dim
-        free = self.share_params is True and not self.centralized and not self.agent_id
-        if not 0 <= dim < x.ndim or (not free and x.shape[dim] != self.n_agents):
+        if not 0 <= dim < x.ndim or (not self._any_number and x.shape[dim] != self.n_agents):
             raise ShapeError(
                 f"{type(self).__name__}: Multi-agent network expected input with "
                 f"shape[{self.agent_dim}]={self.n_agents} agents, but got "
                 f"{x.shape[dim] if 0 <= dim < x.ndim else 'no such dim'} in {list(x.shape)}."
             )
-        return x.movedim(dim, x.ndim - 1 - self.event_ndim), dim
+        return x, dim
 
     def agent(self, position: int) -> nn.Sequential:
         """Returns agent ``position``'s network as an ``nn.Sequential`` that shares its memory.

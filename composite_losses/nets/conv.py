@@ -128,9 +128,12 @@ class MultiAgentConvNet(MultiAgentNet):
             x: images ``[*B, A, C, H, W]``.
             *more: further inputs, concatenated along the last dim.
         """
-        x, dim = self._arranged((x, *more))
+        x, dim = self._checked((x, *more))
+        if dim != x.ndim - 4:
+            x = x.movedim(dim, -4)
         batch, agents = x.shape[:-4], x.shape[-4]
-        x = x.reshape(-1, *x.shape[-4:])
+        if len(batch) != 1:
+            x = x.reshape(-1, *x.shape[-4:])
         fanned = self.centralized and not self.agent_id
         if self.centralized:
             x = x.flatten(1, 2)
@@ -139,8 +142,9 @@ class MultiAgentConvNet(MultiAgentNet):
         if self.agent_id:
             x = self._with_id(x)
         y = self._features(x, fanned)
-        y = y.reshape(*batch, agents, y.shape[-1])
-        return y.movedim(-2, dim)
+        if len(batch) != 1:
+            y = y.reshape(*batch, agents, y.shape[-1])
+        return y if dim == len(batch) else y.movedim(-2, dim)
 
     def _with_id(self, x: Tensor) -> Tensor:
         """Returns images ``[N, A, C + A, H, W]`` with the agents' constant id channels."""

@@ -79,14 +79,14 @@ class StackedLinear(nn.Module):
             x: the activations.
             index: ``[K]`` set of each of K row blocks ``x [K, N, in]``; None where K is M.
         """
-        return self.apply_weight(x, self.weight, self.bias, index)
-
-    def apply_weight(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, index: Index = None
-    ) -> Tensor:
-        """Returns the products with the given parameters, in the layouts of ``forward``."""
+        weight, bias = self.weight, self.bias
         if self.n_sets == 1:
-            return F.linear(x, weight[0], None if bias is None else bias[0])
+            if bias is None:
+                return F.linear(x, weight.squeeze(0))
+            if x.ndim == 2 and not x.is_cuda:
+                # one view less, forward and backward; on CUDA only linear fuses the bias
+                return torch.addmm(bias, x, weight.squeeze(0).t())
+            return F.linear(x, weight.squeeze(0), bias.squeeze(0))
         matrix = chosen(weight, index).transpose(1, 2)
         if bias is None:
             return torch.bmm(x, matrix)

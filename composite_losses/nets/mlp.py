@@ -116,9 +116,20 @@ class MultiAgentMLP(MultiAgentNet):
             x: inputs ``[*B, A, F]``.
             *more: further inputs, concatenated along the last dim.
         """
-        x, dim = self._arranged((x, *more))
+        x, dim = self._checked((x, *more))
+        if self._any_number and dim == x.ndim - 2:
+            return self._alike(x)
+        last = x.ndim - 2
+        if dim != last:
+            x = x.movedim(dim, last)
         y = self._centralised(x) if self.centralized else self._decentralised(x)
-        return y.movedim(-2, dim)
+        return y if dim == last else y.movedim(-2, dim)
+
+    def _alike(self, x: Tensor) -> Tensor:
+        """Returns the outputs where one parameter set serves all: agents are rows among others."""
+        lead = x.shape[:-1]
+        y = self._run(x.flatten(0, -2), None, 0, 1, (0, (-1, lead[-1])))
+        return y.reshape(*lead, y.shape[-1])
 
     def _decentralised(self, x: Tensor) -> Tensor:
         """Returns the outputs where every agent sees its own input."""
@@ -126,18 +137,23 @@ class MultiAgentMLP(MultiAgentNet):
             ids = torch.eye(self.n_agents, dtype=x.dtype, device=x.device)
             x = torch.cat([x, ids.expand(*x.shape[:-1], self.n_agents)], -1)
         if self.n_sets == 1:
-            return self._run(x, None, 0, x.ndim - 2)
+            return self._alike(x)
         batch = x.shape[:-2]
-        rows = x.reshape(-1, *x.shape[-2:]).transpose(0, 1)
-        y = self._run(rows, self._index, 0, 0)
-        return y.transpose(0, 1).reshape(*batch, self.n_agents, y.shape[-1])
+        rows = x if len(batch) == 1 else x.reshape(-1, *x.shape[-2:])
+        return self._by_agent(self._run(rows.transpose(0, 1), self._index, 0, 0), batch)
+
+    def _by_agent(self, y: Tensor, batch: torch.Size) -> Tensor:
+        """Returns the outputs ``[*B, A, out]`` of ``y [A, N, out]``."""
+        y = y.transpose(0, 1)
+        return y if len(batch) == 1 else y.reshape(*batch, self.n_agents, y.shape[-1])
 
     def _centralised(self, x: Tensor) -> Tensor:
         """Returns the outputs where every agent sees all inputs: one product serves all."""
         batch = x.shape[:-2]
-        seen = x.flatten(-2)
+        rows = x.flatten(-2)
+        if len(batch) != 1:
+            rows = rows.reshape(-1, rows.shape[-1])
         first = cast(StackedLinear, self.blocks[0])
-        rows = seen.reshape(-1, seen.shape[-1])
         sized(first, rows)
         if self.agent_id:
             y = self._run(self._joined_by_id(first, rows), self._index, 1, 0)
@@ -145,13 +161,14 @@ class MultiAgentMLP(MultiAgentNet):
             hidden = first.fan_out(rows).index_select(0, self._sets)
             y = self._run(hidden, self._index, 1, 0)
         elif self.n_sets == 1:
-            y = self._run(seen, None, 0)
+            y = self._run(rows, None, 0)
+            y = y if len(batch) == 1 else y.reshape(*batch, y.shape[-1])
             return y.unsqueeze(-2).expand(*batch, self.n_agents, y.shape[-1])
         else:
             y = self._run(first.fan_out(rows), None, 1, 0)
             if self._index is not None:
                 y = y.index_select(0, self._index)
-        return y.transpose(0, 1).reshape(*batch, self.n_agents, y.shape[-1])
+        return self._by_agent(y, batch)
 
     def _joined_by_id(self, first: StackedLinear, rows: Tensor) -> Tensor:
         """Returns the first layer's outputs where the id joins the input: a bias per agent."""
