@@ -63,9 +63,7 @@ class GroupHistory:
 
 def vmas_tag(seed: int, settings: Settings) -> EnvBase:
     """VMAS: three hunters and a runner; rewards by group, ends at the root."""
-    return VmasEnv(
-        "simple_tag", num_envs=settings.envs, continuous_actions=False, seed=seed
-    )
+    return VmasEnv("simple_tag", num_envs=settings.envs, continuous_actions=False, seed=seed)
 
 
 def vmas_talk(seed: int, settings: Settings) -> EnvBase:
@@ -140,9 +138,7 @@ def network(env: EnvBase, group: str, n_outputs: int, settings: Settings, *, cri
     )
 
 
-def make_actor(
-    env: EnvBase, group: str, settings: Settings
-) -> ProbabilisticTensorDictSequential:
+def make_actor(env: EnvBase, group: str, settings: Settings) -> ProbabilisticTensorDictSequential:
     """The group's actor: one Categorical, or one per choice of a multi-discrete action."""
     sizes = choices(env, group)
     net = network(env, group, sum(sizes), settings, critic=False)
