@@ -120,7 +120,9 @@ def choices(env: EnvBase, group: str) -> list[int]:
     return spec.nvec[0].tolist() if hasattr(spec, "nvec") else [spec.space.n]
 
 
-def network(env: EnvBase, group: str, n_outputs: int, settings: Settings, *, critic: bool):
+def network(
+    env: EnvBase, group: str, n_outputs: int, settings: Settings, *, critic: bool
+) -> MultiAgentMLP:
     """A network ``[*B, A, observations] -> [*B, A, n_outputs]``, each agent with its own weights.
 
     A critic sees the observations of the whole group, and its weights are shared.

@@ -11,9 +11,8 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 from torch.distributions import Categorical
-from torchrl.modules import MultiAgentMLP
 
-from composite_losses import StackHeads
+from composite_losses import MultiAgentMLP, StackHeads
 from composite_losses.demo.settings import (
     ACTION,
     ESTIMATES,

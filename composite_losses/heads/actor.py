@@ -166,7 +166,8 @@ class Step:
         node = read(td, self.parameter_keys(component)[0])
         if not isinstance(node, TensorDictBase) or node.is_empty():
             return None
-        return dict(node.items())
+        # an empty node is what is left of other heads' parameters
+        return {k: v for k, v in node.items() if not (is_tensor_collection(v) and v.is_empty())}
 
     def terms(self, td: TensorDictBase | Scratch, only: NestedKey | None = None) -> Found:
         """Returns the terms of the heads (or of one) from the parameters in ``td``.

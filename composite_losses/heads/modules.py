@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModule, TensorDictSequential
 from torch import Tensor, nn
 
 from composite_losses.errors import MissingKeyError
-from composite_losses.heads.keys import as_key, key_list, path
+from composite_losses.heads.keys import as_key, key_list, listing, path
 from composite_losses.heads.scratch import Scratch
 
 
@@ -51,7 +51,8 @@ class Call:
             if missing:
                 raise MissingKeyError(
                     f"{', '.join(map(repr, missing))}: a network of the loss reads it, and it was "
-                    "not found in the data."
+                    f"not found. Keys present: {listing(data.tensordict())}. Fix: store it "
+                    "with the batch."
                 ) from error
             raise
         for key, value in zip(self.out_keys, self._outputs(out), strict=True):

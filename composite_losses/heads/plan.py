@@ -220,9 +220,12 @@ def _stacked(
                 f"heads={{...}}: the actor has no head {name!r}; its heads are "
                 f"{', '.join(map(repr, names))}."
             )
-        if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int)):
+        if not (isinstance(value, Sequence) and len(value) == 2 and isinstance(value[1], int)):
             raise ConfigError(f"heads={{{name!r}: ...}}: expected (key, column), found {value!r}.")
-        found[matches[0]] = (as_key(path(value[0])), value[1])
+        column = (as_key(path(value[0])), value[1])
+        if column in found.values():
+            raise ConfigError(f"heads={{{name!r}: {value!r}}}: another head reads that column.")
+        found[matches[0]] = column
     return found
 
 

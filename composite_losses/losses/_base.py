@@ -6,7 +6,7 @@ Every loss is this template with other parts; none overrides ``forward``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -19,6 +19,7 @@ from composite_losses.errors import ConfigError
 from composite_losses.heads import ActorProgram, Scratch, Terms
 from composite_losses.heads.blocks import Block, per_block
 from composite_losses.heads.chain import check_source
+from composite_losses.heads.keys import as_key, path
 from composite_losses.losses import _frame, _metrics
 from composite_losses.losses._advantage import AdvantageSide
 from composite_losses.losses._inspect import Inspection
@@ -90,7 +91,15 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
         self.reduction = reduction
         self.source = log_prob_source
         self.validate = validate
-        self._columns = dict(heads) if heads is not None else None
+        self._columns = None
+        if heads is not None:
+            # a configuration's lists, as tuples
+            self._columns = {
+                name: (as_key(path(value[0])), value[1])
+                if isinstance(value, Sequence) and len(value) == 2 and not isinstance(value, str)
+                else value
+                for name, value in heads.items()
+            }
         self._user_keys = {}
         self._shared_keys = {}
         self._selected_in_keys = None

@@ -6,7 +6,7 @@ from typing import Any
 
 # TorchRL keeps coefficients on the loss, this library on the part that owns them
 PLACES: dict[str, tuple[str, ...]] = {
-    "clip_epsilon": ("surrogate.eps_low", "surrogate.eps_high"),
+    "clip_epsilon": ("surrogate.eps_low",),
     "clip_epsilon_low": ("surrogate.eps_low",),
     "clip_epsilon_high": ("surrogate.eps_high",),
     "entropy_coeff": ("entropy.coeff",),

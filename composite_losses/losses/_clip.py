@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +29,7 @@ class ClipDoor(Door):
         """Returns the clipped surrogate."""
         eps, clip_value = options.pop("clip_epsilon"), options["clip_value"]
         if isinstance(clip_value, bool):
-            if clip_value and isinstance(eps, (tuple, list, dict)):
+            if clip_value and isinstance(eps, (Sequence, Mapping)):
                 raise ConfigError(
                     "clip_value=True cannot infer the value-clip threshold from "
                     f"clip_epsilon={eps}. Pass a float, e.g. clip_value=0.2."
@@ -47,7 +48,8 @@ class ClipDoor(Door):
     def clip_epsilon(self, value: Any) -> None:
         self._of_kind("clip_epsilon", asymmetric=False)
         assign(self.surrogate, "eps_low", value)
-        assign(self.surrogate, "eps_high", value)
+        if self.surrogate.eps_high is not None:
+            assign(self.surrogate, "eps_high", value)
 
     @property
     def clip_epsilon_low(self) -> Tensor:
@@ -88,4 +90,4 @@ class ClipDoor(Door):
     @property
     def _clip_bounds(self) -> tuple[Tensor, Tensor]:
         """Log of the clip range."""
-        return (-self.surrogate.eps_low).log1p(), self.surrogate.eps_high.log1p()
+        return (-self.surrogate.eps_low).log1p(), self.surrogate.upper.log1p()

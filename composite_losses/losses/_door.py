@@ -73,7 +73,8 @@ def checked(name: str, options: dict[str, Any], given: dict[str, Any]) -> dict[s
                 f"{', '.join(sorted(valid))}."
             )
         if target in seen:
-            raise TypeError(f"{name}() got {target!r} twice, also as {key!r}.")
+            other = next(k for k in given if k != key and ALIASES.get(k, k) == target)
+            raise TypeError(f"{name}() got {target!r} twice: as {other!r} and as {key!r}.")
         seen.add(target)
         out[target] = value
     return out

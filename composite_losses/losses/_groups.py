@@ -69,6 +69,8 @@ class Groups(LossModule):
             raise ConfigError(f"missing: expected 'error' or 'skip', found {missing!r}.")
         self.missing = missing
         self._names = tuple(losses)
+        # what the losses of an absent group are: a backward pass over nothing else works
+        self._zero = torch.zeros((), requires_grad=True)
         self._selected_in_keys: list[NestedKey] | None = None
         self._selected_out_keys: list[str] | None = None
         for name, loss in losses.items():
@@ -130,7 +132,7 @@ class Groups(LossModule):
         for position, name in enumerate(self._names):
             member = self._member(name)
             skipped = self._skips(name, tensordict)
-            out = _blank(member) if skipped else dict(member(tensordict).items())
+            out = self._blank(member) if skipped else dict(member(tensordict).items())
             for key, value in out.items():
                 entries[f"{name}/{key}"] = value
                 if key.startswith("loss"):
@@ -155,6 +157,12 @@ class Groups(LossModule):
                 "Fix: collect it, or build the loss with missing='skip'."
             )
         return True
+
+    def _blank(self, member: BaseLoss) -> dict[str, Tensor]:
+        """Returns the outputs of a group that has no entry in the data: losses 0, metrics NaN."""
+        like = next(iter(member.parameters()), self._zero)
+        zero, nan = self._zero.to(like), like.detach().new_full((), float("nan"))
+        return {key: zero if key.startswith("loss") else nan for key in member._all_out_keys()}
 
     # --- keys -----------------------------------------------------------------------------------
 
@@ -311,18 +319,3 @@ def _adopt(loss: BaseLoss, group: str) -> None:
         if name in own:
             loss._shared_keys[name] = getattr(defaults, name)
     loss.set_keys(**own)
-
-
-def _blank(member: BaseLoss) -> dict[str, Tensor]:
-    """Returns the outputs of a group that has no entry in the data: losses 0, metrics NaN.
-
-    The losses are leaves that require grad, so that a backward pass over nothing else works.
-    """
-    like = next(iter(member.parameters()), torch.zeros(()))
-    options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-    return {
-        key: torch.zeros((), requires_grad=True, **options)
-        if key.startswith("loss")
-        else torch.full((), float("nan"), **options)
-        for key in member._all_out_keys()
-    }

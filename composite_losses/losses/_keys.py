@@ -100,6 +100,12 @@ class Keys(Mixin):
         Raises:
             ValueError: an unknown name, or a list whose length is not the number of heads.
         """
+        for name in kwargs:
+            if name not in AcceptedKeys.__dataclass_fields__:
+                raise ValueError(
+                    f"{name} is not an accepted tensordict key. Accepted keys are: "
+                    f"{', '.join(AcceptedKeys.__dataclass_fields__)}."
+                )
         previous, user = replace(self._tensor_keys), dict(self._user_keys)
         super().set_keys(**kwargs)
         for name in ("action", "sample_log_prob"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -105,6 +105,14 @@ class Networks(Mixin):
             self.critic_network = critic
             self.critic_network_params = None
             self.target_critic_network_params = None
+        own = {id(p) for p in actor.parameters()}
+        separate = self.separate_losses and not self._functional and critic is not None
+        # what the critic shares with the actor learns from the policy only
+        self._shared = (
+            [p for p in critic.parameters() if id(p) in own]
+            if separate and critic is not None
+            else []
+        )
         self._critic_calls = [] if critic is None else list(calls(critic))
         self._held: dict[int, Held] = {}
 
@@ -125,6 +133,18 @@ class Networks(Mixin):
             contextlib.AbstractContextManager[Any],
             params.to_module(network, preserve_module_state=False),
         )
+
+    @contextlib.contextmanager
+    def _without_shared_gradients(self) -> Iterator[None]:
+        """Context in which parameters that actor and critic share collect no gradient."""
+        trainable = [p for p in self._shared if p.requires_grad]
+        for p in trainable:
+            p.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for p in trainable:
+                p.requires_grad_(True)
 
     def _holds(self, network: nn.Module, params: TensorDictParams) -> bool:
         """Returns whether the network's own parameters are the given ones: no need to swap them."""

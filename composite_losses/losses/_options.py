@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -46,16 +47,16 @@ def eps_pair(eps: Any) -> tuple[Tensor, Tensor]:
     Raises:
         ConfigError: a pair of another length, negative, or with low ≥ 1; a negative number.
     """
-    if isinstance(eps, (tuple, list)):
+    if isinstance(eps, Sequence):
         if len(eps) != 2:
             raise ConfigError(f"clip epsilon: expected a pair of length 2 (low, high), got {eps}.")
         low, high = scalar("clip epsilon", eps[0]).clone(), scalar("clip epsilon", eps[1]).clone()
-        if float(low) < 0 or float(high) < 0:
+        if not (float(low) >= 0 and float(high) >= 0):
             raise ConfigError(f"clip epsilon: both bounds must be non-negative, got {eps}.")
         if float(low) >= 1:
             raise ConfigError(f"clip epsilon: the lower one must be < 1, got {eps}.")
         return low, high
     value = scalar("clip epsilon", eps)
-    if float(value) < 0:
+    if not float(value) >= 0:
         raise ConfigError(f"clip epsilon: must be non-negative, got {eps}.")
     return value.clone(), value.clone()

@@ -73,7 +73,8 @@ class ValueSide(Mixin):
                 raise GraphError(
                     f"tensordict stored {names.value} requires grad. Collect under torch.no_grad()."
                 )
-        with self._with(critic, self.critic_network_params):
+        held = self._with(critic, self.critic_network_params)
+        with held, self._without_shared_gradients():
             for call in self._critic_calls:
                 call(td)
         value = read_tensor(td, names.value)

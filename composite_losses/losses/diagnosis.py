@@ -16,6 +16,7 @@ from composite_losses.heads.blocks import blocks
 from composite_losses.heads.categorical import CategoricalTerms
 from composite_losses.heads.keys import path, read
 from composite_losses.heads.shapes import shown
+from composite_losses.heads.terms import HALF
 from composite_losses.losses._base import BaseLoss
 from composite_losses.losses._checks import count_rows
 from composite_losses.losses._frame import Frame
@@ -102,6 +103,11 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
         now, old = loss._aligned(frame, parts, behaviour, inside, active, frame.mask)
         report = _measured(loss, tensordict, frame, behaviour, now, old, active)
         off = any(not value <= TOLERANCE for value in report.max_abs_log_ratio.values())
+        rounded = list(_half_reasons(loss, behaviour, old))
+        if off and rounded:
+            bound = 2**-7 * float(F.masked_max(old.abs())) if old is not None else 0.0
+            off = any(not value <= bound for value in report.max_abs_log_ratio.values())
+            report.reasons += rounded
         reasons = report.reasons
         reasons += _support_reasons(loss, frame, terms, actions, active, tensordict)
         if off:
@@ -184,6 +190,16 @@ def _largest(x: Tensor, mask: Tensor) -> float:
     """Returns the largest |x| over the mask; 0 where it is empty."""
     value = F.masked_max(x.abs(), mask)
     return float(value)
+
+
+def _half_reasons(loss: BaseLoss, behaviour: Behaviour, old: Tensor | None) -> Iterator[str]:
+    """Yields stored log-probs in half precision, whose rounding alone moves the ratio."""
+    for head, key, stored in zip(loss._plan.heads, behaviour.keys, behaviour.stored, strict=True):
+        if stored is not None and stored.dtype in HALF:
+            yield (
+                f"head {head.name!r}: the stored log-prob {key!r} is {stored.dtype}: its rounding "
+                "moves the ratio. Store log-probs in float32."
+            )
 
 
 def _random_reasons(actor: nn.Module) -> Iterator[str]:

@@ -8,7 +8,7 @@ place and do not recompile a compiled loss.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -107,7 +107,7 @@ class Clip(Surrogate):
     """
 
     eps_low: Tensor
-    eps_high: Tensor
+    eps_high: Tensor | None
     mix: Tensor
     dual_clip: Tensor | None
     head_weights: Tensor | None
@@ -127,8 +127,13 @@ class Clip(Surrogate):
             raise ConfigError(f"ratio: expected one of {GEOMETRIES}, found {ratio!r}.")
         self.ratio = ratio
         self.uses_heads = ratio != "joint"
-        self.asymmetric = isinstance(eps, (tuple, list))
-        self._eps_by_head = dict(eps) if isinstance(eps, Mapping) else None
+        self.asymmetric = isinstance(eps, Sequence)
+        self._eps_by_head = None
+        if isinstance(eps, Mapping):
+            self._eps_by_head = {
+                key: tuple(value) if isinstance(value, Sequence) else value
+                for key, value in eps.items()
+            }
         if self._eps_by_head is not None and ratio not in ("per_head", "leafwise"):
             raise ConfigError(
                 f"eps: a mapping by head needs ratio='per_head' or 'leafwise', found {ratio!r}."
@@ -147,7 +152,8 @@ class Clip(Surrogate):
         if self._weights_by_head is not None and ratio not in ("per_head", "mixed"):
             raise ConfigError(f"head_weights: needs ratio='per_head' or 'mixed', found {ratio!r}.")
         self.register_buffer("eps_low", low)
-        self.register_buffer("eps_high", high)
+        # one buffer where both bounds are one number, so that scheduling it moves both
+        self.register_buffer("eps_high", high if self.asymmetric else None)
         self.register_buffer("mix", torch.tensor(mix_value))
         self.register_buffer(
             "dual_clip", None if dual_clip is None else torch.tensor(float(dual_clip))
@@ -164,7 +170,7 @@ class Clip(Surrogate):
         n = len(plan.heads)
         device = self.eps_low.device
         if self._eps_by_head is not None and self.eps_low.ndim == 0:
-            low, high = self.eps_low.expand(n).clone(), self.eps_high.expand(n).clone()
+            low, high = self.eps_low.expand(n).clone(), self.upper.expand(n).clone()
             for key, value in self._eps_by_head.items():
                 position = head_position(plan, key, "eps")
                 low[position], high[position] = eps_pair(value)
@@ -175,9 +181,14 @@ class Clip(Surrogate):
                 weights[head_position(plan, key, "head_weights")] = float(weight)
             self.head_weights = weights
 
+    @property
+    def upper(self) -> Tensor:
+        """The upper clip range."""
+        return self.eps_low if self.eps_high is None else self.eps_high
+
     def log_bounds(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the clip interval as log-ratios and as ratios, anew where eps was written."""
-        low, high = self.eps_low, self.eps_high
+        low, high = self.eps_low, self.upper
         if torch.compiler.is_compiling() or low.device.type == "meta":
             return _log_bounds(low, high, dtype)
         state = (low._version, high._version, dtype, low.device)
@@ -198,7 +209,7 @@ class Clip(Surrogate):
                 cast(Tensor, samples.log_ratio),
                 samples.advantage.squeeze(-1),
                 self.eps_low,
-                self.eps_high,
+                self.upper,
                 dual_clip=self.dual_clip,
                 log_correction=None if correction is None else correction.squeeze(-1),
             ).unsqueeze(-1)
@@ -241,7 +252,7 @@ class Clip(Surrogate):
             log_ratio,
             samples.advantage.expand_as(log_ratio),
             self.eps_low,
-            self.eps_high,
+            self.upper,
             weights=self.head_weights,
             active=samples.active,
             dual_clip=self.dual_clip,

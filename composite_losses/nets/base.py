@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from composite_losses.errors import ConfigError, ShapeError
-from composite_losses.nets.layers import AgentDropout, Index, StackedConv2d, StackedLinear
+from composite_losses.nets.layers import AgentDropout, StackedConv2d, StackedLinear
 from composite_losses.nets.norms import StackedNorm, detached
+from composite_losses.nets.products import Index
 
 Sharing = bool | Sequence[int]
 # blocks that take the set of each row block
@@ -65,6 +66,7 @@ class MultiAgentNet(nn.Module, abc.ABC):
         dropout_randomness: str,
         agent_id: bool,
         centralised: bool | None = None,
+        vmap_randomness: str = "error",
     ) -> None:
         """Validates and keeps the options."""
         super().__init__()
@@ -73,6 +75,13 @@ class MultiAgentNet(nn.Module, abc.ABC):
             raise TypeError("centralized arg must be passed.")
         if share_params is None:
             raise TypeError("share_params arg must be passed.")
+        if vmap_randomness not in ("different", "same", "error"):
+            raise ConfigError(
+                "vmap_randomness: expected 'different', 'same' or 'error', found "
+                f"{vmap_randomness!r}."
+            )
+        if vmap_randomness != "error":
+            dropout_randomness = vmap_randomness
         if dropout_randomness not in ("different", "same"):
             raise ConfigError(
                 f"dropout_randomness: expected 'different' or 'same', found {dropout_randomness!r}."

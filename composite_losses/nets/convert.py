@@ -208,6 +208,8 @@ def to_torchrl(net: MultiAgentNet) -> nn.Module:
         convs = [b for b in weighted if isinstance(b, StackedConv2d)]
         if drops:
             raise ConfigError("to_torchrl: TorchRL's ConvNet has no dropout.")
+        if repr(net.aggregator) != repr(nn.Flatten(-3)) or net.squeeze_output:
+            raise ConfigError("to_torchrl: expected features that are flattened at the end.")
         out = TorchRLConvNet(
             net.n_agents,
             in_features=weight.shape[2] // seen,

@@ -17,13 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedParameter
 
 from composite_losses.errors import ConfigError
-
-Index = Tensor | None
-
-
-def chosen(parameter: Tensor, index: Index) -> Tensor:
-    """Returns one parameter block per row block: the parameter itself, or picked by set."""
-    return parameter if index is None else parameter.index_select(0, index)
+from composite_losses.nets.products import Index, chosen, products
 
 
 class StackedLinear(nn.Module):
@@ -80,17 +74,9 @@ class StackedLinear(nn.Module):
             index: ``[K]`` set of each of K row blocks ``x [K, N, in]``; None where K is M.
         """
         weight, bias = self.weight, self.bias
-        if self.n_sets == 1:
-            if bias is None:
-                return F.linear(x, weight.squeeze(0))
-            if x.ndim == 2 and not x.is_cuda:
-                # one view less, forward and backward; on CUDA only linear fuses the bias
-                return torch.addmm(bias, x, weight.squeeze(0).t())
-            return F.linear(x, weight.squeeze(0), bias.squeeze(0))
-        matrix = chosen(weight, index).transpose(1, 2)
-        if bias is None:
-            return torch.bmm(x, matrix)
-        return torch.baddbmm(chosen(bias, index).unsqueeze(1), x, matrix)
+        if index is not None:
+            weight, bias = chosen(weight, index), None if bias is None else chosen(bias, index)
+        return products(x, weight, bias)
 
     def fan_out(self, x: Tensor) -> Tensor:
         """Returns the products of one input with all sets: ``[N, in]`` → ``[M, N, out]``.

@@ -39,9 +39,14 @@ class MultiAgentMLP(MultiAgentNet):
         bias_last_layer: whether the last layer has a bias.
         activate_last_layer: whether the last layer is activated, too.
         agent_id: whether the one-hot agent id is appended to the input.
+        layer_class: ``nn.Linear``; no other layer is computed by batched products.
+        layer_kwargs: ``bias`` and ``dtype`` of the layers, once or per layer; a ``bias`` given here
+            holds for the last layer, too.
+        vmap_randomness: TorchRL's word for ``dropout_randomness``; ``"error"``: as that says.
+        use_td_params: TorchRL's, without effect.
 
     Raises:
-        ConfigError: options that contradict each other.
+        ConfigError: options that contradict each other, or another ``layer_class``.
         ShapeError: (call) another number of agents.
     """
 
@@ -68,6 +73,10 @@ class MultiAgentMLP(MultiAgentNet):
         bias_last_layer: bool = True,
         activate_last_layer: bool = False,
         agent_id: bool = False,
+        layer_class: type[nn.Module] = nn.Linear,
+        layer_kwargs: dict[str, Any] | Sequence[dict[str, Any]] | None = None,
+        vmap_randomness: str = "error",
+        use_td_params: bool = True,
         centralised: bool | None = None,
     ) -> None:
         """Builds the stacked layers."""
@@ -79,12 +88,19 @@ class MultiAgentMLP(MultiAgentNet):
             dropout_randomness=dropout_randomness,
             agent_id=agent_id,
             centralised=centralised,
+            vmap_randomness=vmap_randomness,
         )
+        if layer_class is not nn.Linear:
+            raise ConfigError(f"layer_class: expected nn.Linear, found {layer_class!r}.")
         self.n_agent_inputs, self.n_agent_outputs = n_agent_inputs, n_agent_outputs
         cells = hidden_cells(depth, num_cells)
         n = len(cells) + int(activate_last_layer)
         activations = per_layer(activation_kwargs, n, "activation_kwargs")
         norms = per_layer(norm_kwargs, n, "norm_kwargs")
+        layers = per_layer(layer_kwargs, len(cells) + 1, "layer_kwargs")
+        unknown = sorted({key for options in layers for key in options} - {"bias", "dtype"})
+        if unknown:
+            raise ConfigError(f"layer_kwargs: expected 'bias' and 'dtype', found {unknown}.")
         extra = n_agents if agent_id else 0
         first = None if n_agent_inputs is None else n_agent_inputs
         if first is not None and self.centralized:
@@ -93,15 +109,15 @@ class MultiAgentMLP(MultiAgentNet):
         sizes = [None if first is None else first + extra, *cells]
         blocks: list[nn.Module] = []
         for i, (size, width) in enumerate(zip(sizes, widths, strict=True)):
-            bias = bias_last_layer or i < len(cells)
+            options = {"bias": bias_last_layer or i < len(cells), "device": device, **layers[i]}
             if size is None:
                 # a decentralised net appends the id to its input before the first layer sees it
                 later = extra if self.centralized else 0
                 blocks.append(
-                    LazyStackedLinear(self.n_sets, width, bias, device, extra_features=later)
+                    LazyStackedLinear(self.n_sets, width, extra_features=later, **options)
                 )
             else:
-                blocks.append(StackedLinear(self.n_sets, size, width, bias, device))
+                blocks.append(StackedLinear(self.n_sets, size, width, **options))
             if i < n:
                 norm = (norm_class, norms[i])
                 self._finish(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError
-from composite_losses.nets.layers import Index, chosen
+from composite_losses.nets.products import Index, chosen
 
 LAYER_NORMS = (nn.LayerNorm, nn.RMSNorm)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)

@@ -7,13 +7,12 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composite_losses.errors import ShapeError
 from composite_losses.nets._torchrl import RecurrentModule
 from composite_losses.nets.base import Sharing, agent_sets
-from composite_losses.nets.layers import chosen
+from composite_losses.nets.products import chosen, products
 
 State = tuple[Tensor, ...]
 
@@ -177,11 +176,11 @@ class MultiAgentRNN(nn.Module, abc.ABC):
         """Returns outputs ``[A, N, T, H]`` and the last state of one layer over time."""
         blocks, rows, steps, _ = x.shape
         w_ih, w_hh, b_ih, b_hh = (
-            getattr(self, f"{name}_l{layer}")
+            chosen(getattr(self, f"{name}_l{layer}"), self._index)
             for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
         )
         # the inputs' gates of all steps in one product
-        inputs = self._product(x.reshape(blocks, -1, x.shape[-1]), w_ih, b_ih)
+        inputs = products(x.reshape(blocks, -1, x.shape[-1]), w_ih, b_ih)
         inputs = inputs.reshape(blocks, rows, steps, -1)
         outputs = []
         for t in range(steps):
@@ -191,17 +190,10 @@ class MultiAgentRNN(nn.Module, abc.ABC):
                 state = tuple(
                     torch.where(flags[:, :, t], n, s) for n, s in zip(new, state, strict=True)
                 )
-            gates = self._product(state[0], w_hh, b_hh)
+            gates = products(state[0], w_hh, b_hh)
             state = self._cell(inputs[:, :, t], gates, state)
             outputs.append(state[0])
         return torch.stack(outputs, 2), state
-
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Returns the products ``[A, N, in]`` → ``[A, N, out]``."""
-        if self.n_sets == 1:
-            return F.linear(x, weight[0], bias[0])
-        weight, bias = chosen(weight, self._index), chosen(bias, self._index)
-        return torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
 
     @abc.abstractmethod
     def _cell(self, inputs: Tensor, gates: Tensor, state: State) -> State:

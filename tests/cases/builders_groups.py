@@ -38,7 +38,8 @@ class Net(nn.Module):
         self.net = nn.Sequential(nn.Linear(n_in, 6), middle, nn.Linear(6, n_out))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls[self.label] += 1
+        if not torch.compiler.is_compiling():  # a counter would be a guard
+            self.calls[self.label] += 1
         return self.net(x)
 
 

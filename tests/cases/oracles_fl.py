@@ -87,7 +87,7 @@ def head_terms(loss: Any, td: TensorDict, active: Tensor, name: str) -> dict[str
     kl = d.kl_divergence(old_move, move) + place(d.kl_divergence(old_gear, gear))
     advantage = td["advantage"].squeeze(-1)
     part = loss.surrogate
-    low, high = (1 - part.eps_low, 1 + part.eps_high) if hasattr(part, "eps_low") else (0, 9e9)
+    low, high = (1 - part.eps_low, 1 + part.upper) if hasattr(part, "eps_low") else (0, 9e9)
 
     def clipped(r: Tensor, a: Tensor) -> Tensor:
         return torch.minimum(r * a, r.clamp(low, high) * a)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict.nn import (
+    CompositeDistribution,
     InteractionType,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -365,3 +366,18 @@ def test_log_probs_are_formed_in_float32_at_least(dtype: torch.dtype) -> None:
     actual = program.rebuild(td, "gear").log_prob(td["gear"])
     assert actual.dtype == wide
     assert_close(actual, D.Categorical(logits=stored).log_prob(td["gear"]))
+
+
+def test_an_empty_node_beside_the_parameters_is_no_parameter() -> None:
+    """What is left of another head's parameters in the data is not handed to a distribution."""
+    module = TensorDictModule(nn.Linear(3, 4), ["observation"], [("params", "gear", "logits")])
+    actor = ProbabilisticActor(
+        module,
+        in_keys=["params"],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={"distribution_map": {"gear": D.Categorical}},
+    )
+    td = TensorDict({"observation": torch.randn(5, 3), "gear": torch.randint(4, (5,))}, [5])
+    expected = ActorProgram(actor).run(Scratch(td))["gear"].log_prob(td["gear"])
+    td["params", "gear", "left"] = TensorDict({}, [5])
+    assert_close(ActorProgram(actor).run(Scratch(td))["gear"].log_prob(td["gear"]), expected)

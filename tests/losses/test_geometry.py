@@ -618,7 +618,7 @@ def test_coefficients_are_buffers():
     loss.surrogate.eps_high.fill_(0.4)
     assert_close(-loss(data)["loss_objective"], 1.4)
     loss.load_state_dict(state)
-    other = make_loss(ratios, eps=0.5, dual_clip=2.0)
+    other = make_loss(ratios, eps=(0.5, 0.5), dual_clip=2.0)
     other.load_state_dict({**state, "surrogate.eps_high": torch.tensor(0.3)})
     assert_close(-other(data)["loss_objective"], 1.3)
     assert loss.double().surrogate.eps_high.dtype == torch.float64
