@@ -1,6 +1,7 @@
 """Linear products of several sets: as few operations as torch's layers, evenly over the threads."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composite_losses.nets import products
-from tests.nets.builders import SHARING, A, inputs, make
+from tests.nets.builders import SHARING, inputs, make
 from tests.tolerances import assert_close
 
 
@@ -110,10 +111,11 @@ class Kernels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _kernels(net: nn.Module, x: Tensor) -> Counter[str]:
+def _kernels(call: Callable[[], Tensor]) -> Counter[str]:
     """What one forward and backward pass computes."""
     with Kernels() as counter:
-        net(x).backward(torch.ones(6, A, 2))
+        y = call()
+        y.backward(torch.ones_like(y))
     return counter.names
 
 
@@ -121,7 +123,16 @@ def test_a_shared_net_computes_what_a_plain_one_computes() -> None:
     """One set costs no operation that the agent's own ``nn.Sequential`` has not got."""
     net = make("mlp", "shared")
     (x,) = inputs("mlp", 6)
-    assert _kernels(net, x) == _kernels(net.agent(0), x)
+    view = net.agent(0)
+    assert _kernels(lambda: net(x)) == _kernels(lambda: view(x))
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (2, 6, 4)])
+def test_one_set_computes_what_one_layer_computes(shape: tuple[int, ...]) -> None:
+    """Recurrent nets ``[A, N, in]`` too: the set dim adds views, no gradients to fill and copy."""
+    x, layer = torch.randn(shape), nn.Linear(4, 5)
+    weight, bias = torch.randn(1, 5, 4, requires_grad=True), torch.randn(1, 5, requires_grad=True)
+    assert _kernels(lambda: products.products(x, weight, bias)) == _kernels(lambda: layer(x))
 
 
 def test_an_unshared_net_has_one_product_per_layer_whatever_the_agents() -> None:
