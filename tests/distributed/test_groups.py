@@ -116,15 +116,6 @@ def test_gradients_of_the_whole_batch(job: tuple[str, str], gradients: Any) -> N
     check(job, gradients)
 
 
-def test_a_group_that_one_rank_did_not_meet(tmp_path: Any) -> None:
-    """Case 96, 127: with ``missing="skip"`` a rank whose data lack a group still takes part.
-
-    The group's mean is then over the rows of the ranks that have it.
-    """
-    job = ("two", "skipped")
-    check(job, on_ranks(work, tmp_path, [job], seconds=15))
-
-
 def test_counts_are_those_of_all_ranks_only_when_asked(tmp_path: Any) -> None:
     """Without ``sync_counts`` every rank divides by its own count: the mean of two means.
 
