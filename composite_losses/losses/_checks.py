@@ -1,12 +1,20 @@
-"""Checks that look at values, for ``validate=True``: they wait for the device."""
+"""Checks that look at values, for ``validate=True`` and ``diagnose``: they wait for the device."""
 
 from __future__ import annotations
 
+import torch
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from composite_losses.errors import ConfigError, NonFiniteError
-from composite_losses.heads import Behaviour, HeadPlan, Terms
+from composite_losses.heads import ActorProgram, Behaviour, Head, HeadPlan, Scratch, Terms
+from composite_losses.heads.keys import path, read
 from composite_losses.losses._frame import Frame
+
+# logits at or below it forbid a class
+NEVER = -1e4
+# key → (stored, current)
+Pairs = dict[NestedKey, tuple[Tensor, Tensor]]
 
 
 def count_rows(bad: Tensor, frame: Frame, active: Tensor | None, position: int) -> int:
@@ -99,3 +107,76 @@ def _message(what: str, rows: int) -> str:
         f"{what}: the behaviour log-prob is not finite in {rows} row(s) that count. A missing "
         "log-prob is not 0: mask those rows (loss_mask_key, agent_mask) or collect them anew."
     )
+
+
+def compared(
+    program: ActorProgram, head: Head, td: TensorDictBase, after: TensorDictBase | Scratch
+) -> Pairs:
+    """Returns the stored and the current distribution parameters of a head, by key.
+
+    What the actor itself reads from the data is on both sides, and left out.
+    """
+    inputs = [path(key) for key in program.input_keys]
+    pairs: Pairs = {}
+    for key in program.keys_of(head.slot) or program.parameter_keys:
+        stored, current = _leaves(key, read(td, key)), _leaves(key, read(after, key))
+        if path(key) in inputs or not stored:
+            continue
+        if {k: v.shape for k, v in stored.items()} != {k: v.shape for k, v in current.items()}:
+            return {}
+        pairs |= {k: (v, current[k].to(v.dtype)) for k, v in stored.items()}
+    return pairs
+
+
+def changed_mask(
+    head: Head,
+    frame: Frame,
+    term: Terms,
+    active: Tensor | None,
+    position: int,
+    pairs: Pairs,
+) -> tuple[list[str], bool]:
+    """Returns (reasons for an action mask that was changed, whether all parameters are equal)."""
+    masks, others = {}, 0
+    for key, (stored, current) in pairs.items():
+        differs = stored != current
+        if term.discrete:
+            never = (stored if stored.dtype == torch.bool else stored > NEVER) ^ (
+                current if stored.dtype == torch.bool else current > NEVER
+            )
+            masks[key] = _rows(never, frame, active, position)
+            if stored.dtype.is_floating_point:
+                differs = (stored > NEVER) & (current > NEVER)
+                differs = differs & ~stored.isclose(current, rtol=1e-5, atol=1e-5)
+            else:
+                differs = differs & ~never
+        others += _rows(differs, frame, active, position)
+    too = (
+        "; other parameters differ, too: the weights have moved since, or another policy collected "
+        "the data."
+    )
+    reasons = [
+        f"head {head.name!r}: the action mask in the data is not the one "
+        f"that the policy acted with: the stored {key!r} and the current one forbid different "
+        f"actions in {rows} row(s){too if others else '.'}"
+        for key, rows in masks.items()
+        if rows
+    ]
+    return reasons, not others and not reasons
+
+
+def _rows(bad: Tensor, frame: Frame, active: Tensor | None, position: int) -> int:
+    """Returns in how many rows that count anything is bad; one where an entry has no rows."""
+    if bad.shape[: len(frame.sample)] == frame.sample:
+        return count_rows(bad, frame, active, position)
+    return int(bad.any())
+
+
+def _leaves(key: NestedKey, value: object) -> dict[NestedKey, Tensor]:
+    """Returns the tensors of an entry, by their keys."""
+    if isinstance(value, Tensor):
+        return {key: value}
+    if isinstance(value, TensorDictBase) and is_tensor_collection(value):
+        leaves = value.items(True, True)
+        return {(*path(key), *path(k)): v for k, v in leaves if isinstance(v, Tensor)}
+    return {}

@@ -7,13 +7,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDictBase, is_tensor_collection
 from tensordict.nn import dispatch
 from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError, MissingKeyError
 from composite_losses.heads.keys import as_key, listing, path, read
-from composite_losses.losses._base import BaseLoss
+from composite_losses.heads.terms import in_float32
+from composite_losses.losses._base import BaseLoss, packed
 from composite_losses.losses._options import scalar
 from composite_losses.losses._torchrl import LossModule
 
@@ -117,16 +118,30 @@ class Groups(LossModule):
 
     # --- forward --------------------------------------------------------------------------------
 
-    @dispatch
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+    def forward(self, tensordict: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Returns the summed losses, and every group's losses and metrics as ``"<group>/<name>"``.
 
         Args:
             tensordict: the data of all groups.
+            *args: instead of a TensorDict, tensors in the order of ``in_keys``; the result is a
+                tuple in the order of ``out_keys``.
+            **kwargs: tensors by their key, nested keys joined with ``"_"``.
 
         Raises:
             MissingKeyError: a group has no entry in the data and ``missing`` is "error".
         """
+        if is_tensor_collection(tensordict) and not args and not kwargs:
+            return self._outputs(tensordict)
+        first = () if tensordict is None else (tensordict,)
+        return self._dispatched(*first, *args, **kwargs)
+
+    @dispatch
+    def _dispatched(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns the outputs of a batch that is given as tensors."""
+        return self._outputs(tensordict)
+
+    def _outputs(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Returns the outputs of all groups."""
         totals: dict[str, Tensor] = {}
         entries: dict[str, Tensor] = {}
         for position, name in enumerate(self._names):
@@ -138,7 +153,7 @@ class Groups(LossModule):
                 if key.startswith("loss"):
                     part = value if self.coeff is None else value * self.coeff[position]
                     totals[key] = totals[key] + part if key in totals else part
-        return TensorDict(totals | entries, batch_size=[])
+        return packed(totals | entries)
 
     def _skips(self, name: str, td: TensorDictBase) -> bool:
         """Returns whether a group has no entry in the data, and may have none.
@@ -159,10 +174,24 @@ class Groups(LossModule):
         return True
 
     def _blank(self, member: BaseLoss) -> dict[str, Tensor]:
-        """Returns the outputs of a group that has no entry in the data: losses 0, metrics NaN."""
+        """Returns the outputs of a group that has no entry in the data: losses 0, metrics NaN.
+
+        Where ranks count together, another rank may have the group and waits for this one's
+        counts and gradients: no row, and 0 for every parameter.
+        """
         like = next(iter(member.parameters()), self._zero)
         zero, nan = self._zero.to(like), like.detach().new_full((), float("nan"))
-        return {key: zero if key.startswith("loss") else nan for key in member._all_out_keys()}
+        out = {key: zero if key.startswith("loss") else nan for key in member._all_out_keys()}
+        if not member.sync_counts:
+            return out
+        trained = [p for p in member.parameters() if p.requires_grad]
+        # of no entry: a graph that reads nothing
+        nothing = in_float32(sum((p.flatten()[:0].sum().to(zero) for p in trained), zero))
+        rows, none = nothing.expand(1, 1), torch.zeros(1, 1, dtype=torch.bool, device=zero.device)
+        for key in out:
+            if key.startswith("loss"):  # the member reduces each of its losses once
+                out[key] = member._reduced(rows, none)
+        return out
 
     # --- keys -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from composite_losses import functional as F
@@ -18,7 +18,7 @@ from composite_losses.heads.keys import path, read
 from composite_losses.heads.shapes import shown
 from composite_losses.heads.terms import HALF
 from composite_losses.losses._base import BaseLoss
-from composite_losses.losses._checks import count_rows
+from composite_losses.losses._checks import Pairs, changed_mask, compared, count_rows
 from composite_losses.losses._frame import Frame
 from composite_losses.losses._networks import draws_random
 from composite_losses.losses._torchrl import loss_context
@@ -101,27 +101,39 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
         inside = [_inside(t, a) for t, a in zip(terms, actions, strict=True)]
         parts = blocks(terms, len(frame.sample))
         now, old = loss._aligned(frame, parts, behaviour, inside, active, frame.mask)
-        report = _measured(loss, tensordict, frame, behaviour, now, old, active)
-        off = any(not value <= TOLERANCE for value in report.max_abs_log_ratio.values())
+        gaps = _gaps(behaviour, now, old)
+        report = _measured(loss, tensordict, frame, behaviour, now, old, gaps, active)
+        off = _beyond(report, TOLERANCE)
         rounded = list(_half_reasons(loss, behaviour, old))
         if off and rounded:
-            bound = 2**-7 * float(F.masked_max(old.abs())) if old is not None else 0.0
-            off = any(not value <= bound for value in report.max_abs_log_ratio.values())
+            off = _beyond(report, 2**-7 * float(F.masked_max(old.abs())) if old is not None else 0)
             report.reasons += rounded
         reasons = report.reasons
-        reasons += _support_reasons(loss, frame, terms, actions, active, tensordict)
+        outside = [
+            count_rows(~term.contains(action), frame, active, i)
+            for i, (term, action) in enumerate(zip(terms, actions, strict=True))
+        ]
+        reasons += _support_reasons(loss, terms, outside)
         if off:
+            pairs = [compared(loss._program, h, tensordict, td) for h in loss._plan.heads]
             reasons += _random_reasons(loss.actor_network)
-            reasons += _clipping_reasons(loss, frame, terms, actions)
+            reasons += _clipping_reasons(loss, frame, terms, actions, gaps)
             reasons += _key_reasons(loss, behaviour, terms, tensordict, now, old)
-        reasons += _parameter_reasons(loss, behaviour, tensordict, td, off)
-        if off and not reasons:
-            worst = max(report.max_abs_log_ratio, key=lambda n: report.max_abs_log_ratio[n])
-            reasons.append(
-                f"head {worst!r}: the current log-prob differs from the behaviour one by up to "
-                f"{report.max_abs_log_ratio[worst]:.3g} nats: the weights have moved since the "
-                "data were collected, or another policy collected them."
-            )
+            # an action mask that forbids stored actions is named already
+            known = {i for i, term in enumerate(terms) if outside[i] and _allowed(term) is not None}
+            looked = [i for i, h in enumerate(loss._plan.heads) if h.name in off and i not in known]
+            changed = {
+                i: changed_mask(loss._plan.heads[i], frame, terms[i], active, i, pairs[i])
+                for i in looked
+                if pairs[i]
+            }
+            reasons += [reason for found, _ in changed.values() for reason in found]
+            same = [i for i, (_, equal) in changed.items() if equal]
+            # one log-prob for all heads: equal parameters of one explain nothing
+            if behaviour.joint is None or len(same) == len(terms):
+                reasons += [_same_parameters(loss, i, pairs[i], tensordict) for i in same]
+            if not reasons:
+                reasons.append(_unexplained(loss, report, terms, pairs))
     return report
 
 
@@ -145,6 +157,20 @@ def _inside(term: Terms, action: Tensor) -> Tensor:
     return action.clamp(0, term.classes - 1)
 
 
+def _gaps(behaviour: Behaviour, now: Tensor, old: Tensor | None) -> list[Tensor]:
+    """Returns log π − log π_behaviour of every head, ``[*S]``; the joint one for each."""
+    if old is None:
+        old = now
+    if behaviour.joint is None:
+        return list((now - old).unbind(-1))
+    return [now.sum(-1) - old.squeeze(-1)] * now.shape[-1]
+
+
+def _beyond(report: Diagnosis, limit: float) -> set[str]:
+    """Returns the heads whose log-ratio exceeds the limit."""
+    return {name for name, gap in report.max_abs_log_ratio.items() if not gap <= limit}
+
+
 def _measured(
     loss: BaseLoss,
     td: TensorDictBase,
@@ -152,6 +178,7 @@ def _measured(
     behaviour: Behaviour,
     now: Tensor,
     old: Tensor | None,
+    gaps: list[Tensor],
     active: Tensor | None,
 ) -> Diagnosis:
     """Returns the report with its numbers."""
@@ -163,8 +190,6 @@ def _measured(
     if old is None:
         old = now
     joint = behaviour.joint is not None
-    gap = now.sum(-1, keepdim=True) - old if joint else now - old
-    gaps = [gap.squeeze(-1)] * n if joint else list(gap.unbind(-1))
     both = [now[..., i].isfinite() & old[..., 0 if joint else i].isfinite() for i in range(n)]
     ratios, broken, heads = {}, {}, {}
     for i, head in enumerate(loss._plan.heads):
@@ -220,26 +245,20 @@ def _random_reasons(actor: nn.Module) -> Iterator[str]:
             )
 
 
-def _support_reasons(
-    loss: BaseLoss,
-    frame: Frame,
-    terms: list[Terms],
-    actions: list[Tensor],
-    active: Tensor | None,
-    td: TensorDictBase,
-) -> Iterator[str]:
+def _allowed(term: Terms) -> Tensor | None:
+    """Returns a head's action mask, or None where it has none."""
+    return term.allowed if isinstance(term, CategoricalTerms) else None
+
+
+def _support_reasons(loss: BaseLoss, terms: list[Terms], outside: list[int]) -> Iterator[str]:
     """Yields actions outside their support, and actions that an action mask forbids."""
-    for i, head in enumerate(loss._plan.heads):
-        count = count_rows(~terms[i].contains(actions[i]), frame, active, i)
-        if not count:
-            continue
-        term = terms[i]
-        if isinstance(term, CategoricalTerms) and term.allowed is not None:
+    for head, term, count in zip(loss._plan.heads, terms, outside, strict=True):
+        if count and _allowed(term) is not None:
             yield (
                 f"head {head.name!r}: its action mask forbids {count} stored action(s) under "
                 f"{head.action!r}: the mask in the data is not the one the policy acted with."
             )
-        else:
+        elif count:
             yield (
                 f"head {head.name!r}: {count} stored action(s) under {head.action!r} lie outside "
                 "the distribution's support."
@@ -247,16 +266,22 @@ def _support_reasons(
 
 
 def _clipping_reasons(
-    loss: BaseLoss, frame: Frame, terms: list[Terms], actions: list[Tensor]
+    loss: BaseLoss, frame: Frame, terms: list[Terms], actions: list[Tensor], gaps: list[Tensor]
 ) -> Iterator[str]:
-    """Yields heads whose continuous actions pile up at their bounds."""
+    """Yields heads whose continuous actions pile up at their bounds, where the ratio is not 1.
+
+    A sample that its own distribution rounds to a bound keeps its log-prob.
+    """
     for i, head in enumerate(loss._plan.heads):
         action = actions[i]
         if not action.dtype.is_floating_point or terms[i].discrete:
             continue
         mask = frame.head_mask(i)
-        flat = action if mask is None else action[mask]
-        flat = flat.reshape(-1, action.shape[-1] if terms[i].event_shape else 1)
+        gap = gaps[i].reshape(gaps[i].shape + (1,) * (action.ndim - gaps[i].ndim))
+        differs = ~(gap.expand(action.shape).abs() <= TOLERANCE)
+        width = action.shape[-1] if terms[i].event_shape else 1
+        flat = (action if mask is None else action[mask]).reshape(-1, width)
+        differs = (differs if mask is None else differs[mask]).reshape(-1, width)
         if flat.shape[0] == 0:
             continue
         low, high = flat.amin(0, keepdim=True), flat.amax(0, keepdim=True)
@@ -269,7 +294,7 @@ def _clipping_reasons(
         bounds = terms[i].bounds
         if bounds is not None:
             at_bound = at_bound | (flat <= bounds[0]) | (flat >= bounds[1])
-        count = int(at_bound.sum())
+        count = int((at_bound & differs).sum())
         if count:
             yield (
                 f"head {head.name!r}: {count} value(s) of {head.action!r} sit exactly at their "
@@ -317,34 +342,31 @@ def _key_reasons(
                 )
 
 
-def _parameter_reasons(
-    loss: BaseLoss,
-    behaviour: Behaviour,
-    td: TensorDictBase,
-    after: TensorDictBase,
-    off: bool,
-) -> Iterator[str]:
-    """Yields what the comparison of stored and current distribution parameters shows."""
-    for key in loss._program.parameter_keys:
-        stored, current = _leaves(read(td, key)), _leaves(read(after, key))
-        if not stored or len(stored) != len(current):
-            continue
-        same = all(
-            s.shape == c.shape and bool((s == c).all())
-            for s, c in zip(stored, current, strict=True)
-        )
-        if same and off:
-            yield (
-                f"the stored parameters {key!r} equal the current ones, yet the log-probs differ: "
-                "the action or the log-prob entry does not belong to these parameters, or the "
-                "parameters were overwritten by the current policy."
-            )
+def _same_parameters(loss: BaseLoss, position: int, pairs: Pairs, td: TensorDictBase) -> str:
+    """Returns what may be wrong where the parameters are equal and the log-probs are not."""
+    head, program = loss._plan.heads[position], loss._program
+    inputs = [path(key) for key in program.input_keys]
+    masks = [
+        f"the action mask {key!r} in the data is not the one that the policy acted with, "
+        for key in program.keys_of(head.slot)
+        if path(key) in inputs and getattr(read(td, key), "dtype", None) == torch.bool
+    ]
+    return (
+        f"head {head.name!r}: the stored parameters {', '.join(map(repr, pairs))} equal the "
+        f"current ones, yet the log-probs differ: {''.join(masks)}the action or the log-prob entry "
+        "does not belong to these parameters, or the parameters were overwritten by the current "
+        "policy."
+    )
 
 
-def _leaves(value: object) -> list[Tensor]:
-    """Returns the tensors of an entry."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, TensorDictBase) and is_tensor_collection(value):
-        return [v for v in value.values(True, True) if isinstance(v, Tensor)]
-    return []
+def _unexplained(loss: BaseLoss, report: Diagnosis, terms: list[Terms], pairs: list[Pairs]) -> str:
+    """Returns what is left where log-probs differ and nothing shows why."""
+    gaps = report.max_abs_log_ratio
+    worst = max(gaps, key=lambda name: gaps[name])
+    unseen = any(_allowed(t) is not None and not p for t, p in zip(terms, pairs, strict=True))
+    return (
+        f"head {worst!r}: the current log-prob differs from the behaviour one by up to "
+        f"{gaps[worst]:.3g} nats: the weights have moved since the data were collected, another "
+        "policy collected them, or an entry that the actor reads was changed"
+        f"{' (the action mask, for example)' if unseen else ''}."
+    )

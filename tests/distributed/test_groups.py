@@ -9,15 +9,38 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import composite_losses as cl
-from tests.cases.builders_groups import SIX, TWO, Spec, alive_masks, make_data, member, total
+from tests.cases.builders_groups import (
+    SIX,
+    STONE,
+    TWO,
+    Spec,
+    alive_masks,
+    make_data,
+    member,
+    total,
+)
 from tests.distributed.launch import RANKS, on_ranks
 
 pytestmark = pytest.mark.slow
 ROWS = 3  # of each rank, times 5 steps
-SPECS: dict[str, dict[str, Spec]] = {"two": TWO, "six": SIX}
-SITUATIONS = ("all", "uneven", "empty", "inactive", "weighted", "shared", "skipped")
+SPECS: dict[str, dict[str, Spec]] = {
+    "two": TWO,
+    "six": SIX,
+    "penalty": {"stone": STONE, "prey": TWO["prey"]},
+}
+SITUATIONS = ("all", "uneven", "empty", "inactive", "weighted", "shared")
 JOBS = [("two", situation) for situation in SITUATIONS]
 JOBS += [("six", situation) for situation in ("all", "uneven", "empty")]
+# the groups that each rank's data lack
+SKIPPED: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
+    ("two", "skipped"): ((), ("hunter",)),
+    ("two", "skipped apart"): (("prey",), ("hunter",)),
+    ("two", "skipped value clip"): ((), ("hunter",)),
+    ("two", "skipped per agent"): ((), ("hunter",)),
+    ("two", "skipped shared"): ((), ("hunter",)),
+    ("penalty", "skipped"): ((), ("stone",)),
+    ("six", "skipped"): (("drone", "mouse", "stone"), ("hunter", "tree")),
+}
 
 
 def make_loss(specs: dict[str, Spec], situation: str) -> Any:
@@ -27,12 +50,16 @@ def make_loss(specs: dict[str, Spec], situation: str) -> Any:
         options: dict[str, Any] = {"functional": False, "sync_counts": True}
         if spec.make in ("MAPPOLoss", "IPPOLoss"):
             options["normalize_advantage"] = False
+        if name == "hunter" and situation == "skipped value clip":
+            options["clip_value"] = 0.2
+        if name == "hunter" and situation == "skipped per agent":
+            options["normalize_advantage"] = True  # one rank has all of its rows
         losses[name] = member(name, spec, **options)
-    if situation == "shared":  # one layer in both critics
+    if situation.endswith("shared"):  # one layer in both critics
         nets = [loss.critic_network.module.net for loss in losses.values()]
         nets[1][2] = nets[0][2]
     coeff = {"hunter": 0.25, "prey": 3.0} if situation == "weighted" else None
-    missing = "skip" if situation == "skipped" else "error"
+    missing = "skip" if situation.startswith("skipped") else "error"
     return cl.GroupLoss(losses, coeff=coeff, missing=missing).eval()  # no penalty adapts
 
 
@@ -52,24 +79,23 @@ def problem(job: tuple[str, str]) -> tuple[Any, list[TensorDict]]:
         acts[ROWS:] = False  # "gear" acts nowhere on the second rank
         data["hunter", "acts"] = acts
         loss.set_keys("hunter", head_active={"gear": ("hunter", "acts")})
-    shares = list(data.split(ROWS))
-    if situation == "skipped":
-        shares[1] = shares[1].exclude("hunter", ("next", "hunter"))
-    return loss, shares
+    shares, absent = list(data.split(ROWS)), SKIPPED.get(job, ((), ()))
+    return loss, [without(share, names) for share, names in zip(shares, absent, strict=True)]
+
+
+def without(data: TensorDict, names: Any) -> TensorDict:
+    return data.exclude(*names, *(("next", name) for name in names))
 
 
 def whole(job: tuple[str, str]) -> tuple[Any, dict[str, Tensor]]:
     """The loss of all rows in one process, and the gradient of every parameter."""
     loss, shares = problem(job)
-    if job[1] == "skipped":  # the group's rows are those of the first rank
-        first, second = (make_loss(TWO, "skipped").losses[name] for name in TWO)
-        both = torch.cat([share.exclude("hunter", ("next", "hunter")) for share in shares])
-        out = [first(shares[0]), second(both)]
-        sum(total(each) for each in out).backward()
-        names = dict(loss.named_parameters())
-        found = [p.grad for each in (first, second) for p in each.parameters()]
-        return loss, dict(zip(names, found, strict=True))
-    total(loss(torch.cat(shares))).backward()
+    if job in SKIPPED:  # a group's rows are those of the ranks that have it
+        for name, each in loss.losses.items():
+            others = [other for other in loss.losses if other != name]
+            total(each(torch.cat([without(s, others) for s in shares if name in s]))).backward()
+    else:
+        total(loss(torch.cat(shares))).backward()
     return loss, {name: p.grad for name, p in loss.named_parameters()}
 
 
@@ -89,8 +115,13 @@ def work(rank: int, jobs: list[tuple[str, str]]) -> dict[str, dict[str, Tensor]]
 @pytest.fixture(scope="module")
 def gradients(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Of each rank, in all situations in which every rank has every group."""
-    jobs = [job for job in JOBS if job[1] != "skipped"]
-    return on_ranks(work, tmp_path_factory.mktemp("groups"), jobs)
+    return on_ranks(work, tmp_path_factory.mktemp("groups"), JOBS)
+
+
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of each rank, where some have no entry of a group."""
+    return on_ranks(work, tmp_path_factory.mktemp("skipped"), list(SKIPPED), seconds=15)
 
 
 def check(job: tuple[str, str], ranks: Any) -> None:
@@ -105,7 +136,7 @@ def check(job: tuple[str, str], ranks: Any) -> None:
         assert any(value.abs().max() > 1e-3 for value in trained), name
 
 
-@pytest.mark.parametrize("job", [j for j in JOBS if j[1] != "skipped"], ids="-".join)
+@pytest.mark.parametrize("job", JOBS, ids="-".join)
 def test_gradients_of_the_whole_batch(job: tuple[str, str], gradients: Any) -> None:
     """Case 127: two gloo ranks give the gradient of one process with all rows, to 1e-6.
 
@@ -114,6 +145,15 @@ def test_gradients_of_the_whole_batch(job: tuple[str, str], gradients: Any) -> N
     on one rank, a head that acts nowhere on one, group weights, and a layer that two groups share.
     """
     check(job, gradients)
+
+
+@pytest.mark.parametrize("job", SKIPPED, ids="-".join)
+def test_a_group_that_one_rank_did_not_meet(job: tuple[str, str], skipped: Any) -> None:
+    """Cases 96, 127: with ``missing="skip"`` a rank whose data lack a group still takes part.
+
+    The group's mean is then over the rows of the ranks that have it.
+    """
+    check(job, skipped)
 
 
 def test_counts_are_those_of_all_ranks_only_when_asked(tmp_path: Any) -> None:

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+)
 from torch import nn
+from torch.distributions import Categorical
 from torchrl.objectives import SoftUpdate
 from torchrl.objectives.utils import ValueEstimators
 
@@ -234,8 +239,20 @@ def test_set_keys_of_one_group() -> None:
 
 
 def test_set_keys_of_all_groups() -> None:
-    """Plain names are set inside every group; a trainer's bare action key renames nothing."""
-    loss, td = group_loss(TWO), make_data(TWO)
+    """Plain names are set inside every group; a trainer's bare action key renames nothing, though
+    the prey's action has another name."""
+    td, losses = make_data(TWO), {name: bg.member(name, spec) for name, spec in TWO.items()}
+    actor, critic = bg.networks("prey", TWO["prey"])
+    step = ProbabilisticTensorDictModule(
+        {"logits": ("prey", "params", "action", "logits")},
+        [("prey", "step")],
+        distribution_class=Categorical,
+        return_log_prob=True,
+        log_prob_key=("prey", "step_log_prob"),
+    )
+    losses["prey"] = cl.IPPOLoss(ProbabilisticTensorDictSequential(actor[0], step), critic)
+    td["prey"].rename_key_("action", "step").rename_key_("action_log_prob", "step_log_prob")
+    loss = cl.GroupLoss(losses)
     out = loss(td)
     loss.set_keys(action="action", advantage="adv")
     for name in TWO:
@@ -444,8 +461,9 @@ def test_value_estimator_of_all_groups(kind: Any) -> None:
             assert written[name, key].shape == (4, 5, spec.agents, 1)
             assert not written[name, key].requires_grad
     torch.testing.assert_close(loss(written), out)
-    loss.make_value_estimator(kind, gamma=0.1)
-    assert not torch.allclose(loss(td)["loss_objective"], out["loss_objective"])
+    again = loss.make_value_estimator(kind, gamma=0.1).value_estimator(td.clone())
+    for name in SIX:  # its options reach every group's
+        assert not torch.allclose(again[name, "advantage"], written[name, "advantage"])
 
 
 def test_value_estimator_takes_parameters() -> None:
