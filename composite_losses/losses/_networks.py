@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from composite_losses.errors import ConfigError
 from composite_losses.heads.keys import as_key, path
 from composite_losses.heads.modules import calls
-from composite_losses.losses._torchrl import Mixin
+from composite_losses.losses._torchrl import Mixin, swapped
 
 # modules that draw random numbers in train mode, whatever their options
 RANDOM_MODULES = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
@@ -29,6 +29,18 @@ def draws_random(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return isinstance(module, RANDOM_MODULES)
+
+
+@contextlib.contextmanager
+def frozen(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Context in which the parameters collect no gradient."""
+    for p in parameters:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad_(True)
 
 
 class Held:
@@ -129,22 +141,12 @@ class Networks(Mixin):
             return contextlib.nullcontext()
         if self._holds(network, params):
             return contextlib.nullcontext()
-        return cast(
-            contextlib.AbstractContextManager[Any],
-            params.to_module(network, preserve_module_state=False),
-        )
+        return cast(contextlib.AbstractContextManager[Any], swapped(params, network))
 
-    @contextlib.contextmanager
-    def _without_shared_gradients(self) -> Iterator[None]:
+    def _without_shared_gradients(self) -> contextlib.AbstractContextManager[None]:
         """Context in which parameters that actor and critic share collect no gradient."""
         trainable = [p for p in self._shared if p.requires_grad]
-        for p in trainable:
-            p.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for p in trainable:
-                p.requires_grad_(True)
+        return frozen(trainable) if trainable else contextlib.nullcontext()
 
     def _holds(self, network: nn.Module, params: TensorDictParams) -> bool:
         """Returns whether the network's own parameters are the given ones: no need to swap them."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import get_annotations, signature
 from typing import Any
 
-from torch import Tensor
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictParams
+from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import distributions as td
 from torchrl.modules.tensordict_module.rnn import set_recurrent_mode
-from torchrl.objectives.common import LossModule
-from torchrl.objectives.utils import ValueEstimators, dispatch_value_estimator
+from torchrl.objectives import PPOLoss, utils
+from torchrl.objectives.common import LossModule as TorchRLLossModule
+from torchrl.objectives.utils import ValueEstimators
 from torchrl.objectives.value import ValueEstimatorBase
 
 from composite_losses.heads.categorical import CategoricalTerms
@@ -19,6 +23,10 @@ from composite_losses.heads.families import NormalTerms, TanhNormalTerms
 from composite_losses.heads.registry import FAMILIES, INSTANCES, full_scale
 from composite_losses.heads.terms import Terms
 
+# Where TorchRL or TensorDict is 0.11, which BenchMARL asks for, something stands in below.
+DISPATCH = getattr(utils, "dispatch_value_estimator", None)
+KEEPS_STATE = "preserve_module_state" in signature(TensorDictBase.to_module).parameters
+SWAP: dict[str, Any] = {"preserve_module_state": False} if KEEPS_STATE else {}
 # what a mixin of a loss derives from; the loss itself supplies LossModule
 Mixin: Any = object
 AUTO_MASK_KEYS = (("collector", "mask"), "shifted_valid")
@@ -33,8 +41,62 @@ MULTI_AGENT_GAE = getattr(ValueEstimators, "MAGAE", ValueEstimators.GAE)
 HARD = -1e6
 
 
+class OlderLossModule(TorchRLLossModule):
+    """The ``LossModule`` of TorchRL 0.11 with what later ones brought."""
+
+    loss_mask_key: Any = "auto"
+    # where TensorDict 0.11 keeps what select_out_keys(...) started from
+    _out_keys: Any = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Gives a class its parents' annotations, without which registering networks warns."""
+        super().__init_subclass__(**kwargs)
+        found: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            found |= get_annotations(base)
+        cls.__annotations__ = found
+
+    def set_keys(self, **kwargs: Any) -> None:
+        """Sets keys; ``None`` restores a default."""
+        defaults = self._AcceptedKeys()
+        restored = {k for k, v in kwargs.items() if v is None and hasattr(defaults, k)}
+        super().set_keys(**{k: v for k, v in kwargs.items() if k not in restored})
+        for key in restored:
+            setattr(self.tensor_keys, key, getattr(defaults, key))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the state: tensors, without the metadata that TensorDict 0.11 adds to them."""
+        found = super().state_dict(*args, **kwargs)
+        for name in self._trees():
+            for entry in ("__batch_size", "__device"):
+                found.pop(f"{kwargs.get('prefix', '')}{name}.{entry}", None)
+        return found
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Puts back what TensorDict 0.11 asks for, then loads."""
+        for name, tree in self._trees().items():
+            state_dict.setdefault(f"{prefix}{name}.__batch_size", tree.batch_size)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def _trees(self) -> dict[str, TensorDictParams]:
+        """Returns the parameter trees, by name."""
+        return {n: m for n, m in self._modules.items() if isinstance(m, TensorDictParams)}
+
+
+LossModule: Any = (
+    TorchRLLossModule if hasattr(TorchRLLossModule, "loss_mask_key") else OlderLossModule
+)
+
+
+def swapped(params: TensorDictParams, network: nn.Module) -> Any:
+    """Returns a context in which the network holds the given parameters."""
+    return params.to_module(network, **SWAP)
+
+
 @contextmanager
-def loss_context(loss: LossModule) -> Iterator[None]:
+def loss_context(loss: Any) -> Iterator[None]:
     """Context in which TorchRL runs ``forward``: the loss's exploration type, recurrent mode."""
     with set_exploration_type(loss.deterministic_sampling_mode), set_recurrent_mode(True):
         yield
@@ -44,9 +106,14 @@ def build_value_estimator(
     loss: Any, value_type: Any, tensor_keys: dict[str, Any], **hyperparams: Any
 ) -> None:
     """Gives the loss the value estimator that TorchRL builds for it."""
-    dispatch_value_estimator(
-        loss, value_type, supported=ESTIMATORS, tensor_keys=tensor_keys, **hyperparams
-    )
+    if DISPATCH is not None:
+        DISPATCH(loss, value_type, supported=ESTIMATORS, tensor_keys=tensor_keys, **hyperparams)
+        return
+    if isinstance(value_type, str):
+        value_type = {x.name.lower(): x for x in ESTIMATORS}.get(value_type.lower(), value_type)
+    # the method asks of the loss what ours have: networks, keys, a gamma or none
+    PPOLoss.make_value_estimator(loss, value_type, **hyperparams)
+    loss._value_estimator.set_keys(**tensor_keys)
 
 
 def _independent_normal(
@@ -168,4 +235,5 @@ __all__ = [
     "ValueEstimators",
     "build_value_estimator",
     "loss_context",
+    "swapped",
 ]
