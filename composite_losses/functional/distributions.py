@@ -23,8 +23,8 @@ def normal_log_prob(
 ) -> Tensor:
     """The log-density of a normal distribution at ``value``, nats.
 
-    ``-(value - loc)^2 / (2 scale^2) - log scale - log(2 pi) / 2``. The operations are those of
-    ``torch.distributions.Normal`` in the same order, so that a fresh ratio is exactly 1.
+    ``-(value - loc)^2 / (2 scale^2) - log scale - log(2 pi) / 2``, rounded where
+    ``torch.distributions.Normal`` rounds, so that a fresh ratio is exactly 1.
 
     Args:
         loc: any shape.
@@ -33,7 +33,9 @@ def normal_log_prob(
         log_scale: ``log(scale)``, where the caller has it.
     """
     log_scale = scale.log() if log_scale is None else log_scale
-    return (value - loc) ** 2 / (-2 * scale**2) - log_scale - _LOG_SQRT_2PI
+    # Halving is exact, and so is a change of sign.
+    negative = torch.addcdiv(log_scale, (value - loc) ** 2, scale**2, value=0.5)
+    return torch.rsub(negative, -_LOG_SQRT_2PI)
 
 
 def normal_entropy(scale: Tensor, log_scale: Tensor | None = None) -> Tensor:
@@ -85,16 +87,16 @@ def categorical_log_probs(logits: Tensor, allowed: Tensor | None = None) -> Tens
 
 
 def _lowest_logit(dtype: torch.dtype) -> float:
-    # Weighs nothing, finite, and far from overflow in sums.
-    return torch.finfo(dtype).min / 4
+    # Weighs nothing, and does not overflow in sums or in the product with a (scaled) gradient.
+    return -math.sqrt(torch.finfo(dtype).max)
 
 
 def bounded_log_probs(
-    logits: Tensor, allowed: Tensor | None = None, *, normalised: bool = False
+    logits: Tensor, allowed: Tensor | None = None, *, normalised: bool = False, dim: int = -1
 ) -> Tensor:
     """The normalised log-probs ``[..., n]``, nats, finite for forbidden entries, in few operations.
 
-    As :func:`categorical_log_probs`, but a forbidden entry has a quarter of the most negative
+    As :func:`categorical_log_probs`, but a forbidden entry has minus the square root of the largest
     number, and a row where nothing is allowed is uniform (without gradient): for callers that drop
     such rows.
 
@@ -102,6 +104,7 @@ def bounded_log_probs(
         logits: ``[..., n]``, unnormalised unless ``normalised``.
         allowed: bool ``[..., n]``; ``None``: all.
         normalised: whether ``logits`` are log-probs already.
+        dim: where the entries run, if not along the last dim.
 
     Gradient goes to allowed logits.
     """
@@ -109,7 +112,7 @@ def bounded_log_probs(
     if allowed is not None:
         logits = logits.masked_fill(~allowed, floor)
     logits = logits.clamp(min=floor)
-    return logits if normalised else logits.log_softmax(-1)
+    return logits if normalised else logits.log_softmax(dim)
 
 
 def categorical_log_prob(logits: Tensor, index: Tensor, allowed: Tensor | None = None) -> Tensor:

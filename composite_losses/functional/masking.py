@@ -104,6 +104,8 @@ def reduce(
         ShapeError: if ``mask`` has not the shape of ``x``.
         ConfigError: if the reduction is unknown.
     """
+    if reduction == "mean" and mask is None and count is None and x.numel():
+        return x.mean()
     if reduction not in ("none", "sum", "mean"):
         raise ConfigError(f"reduction must be 'none', 'sum' or 'mean', found {reduction!r}")
     if mask is not None:
@@ -114,8 +116,6 @@ def reduce(
     if reduction == "sum":
         return selected.sum()
     if count is None:
-        if mask is None and x.numel():
-            return x.mean()
         count = valid_count(x, mask)
     return selected.sum() / count
 
@@ -160,6 +160,11 @@ def masked_moments(
         ConfigError: if a dim is out of range or named twice.
     """
     dims = _reduced_dims(x, keep_dims)
+    several = x.numel() > 0 and math.prod([x.shape[dim] for dim in dims]) > 1
+    if several and mask is None and not x.requires_grad:
+        # In one pass, exact for a constant; its gradient is not finite there.
+        std, mean = torch.std_mean(x, dims, keepdim=True)
+        return mean, std
     count = _sum(fill(torch.ones_like(x), mask), dims)
     selected = fill(x, mask)
     mean = _sum(selected, dims) / count.clamp_min(1)

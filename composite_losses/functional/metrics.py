@@ -30,15 +30,17 @@ def effective_sample_size(log_ratio: Tensor, mask: Tensor | None = None) -> Tens
     if log_ratio.numel() == 0:
         return log_ratio.new_zeros(())
     with torch.no_grad():
-        log_weight = fill(log_ratio, mask, -torch.inf)
-        dims = list(range(log_weight.ndim))
-        log_sum = log_weight.logsumexp(dims)
-        spread = torch.sub((2 * log_weight).logsumexp(dims), log_sum, alpha=2)
+        # Of weights p that sum to 1 it is 1 / sum p^2.
+        weight = fill(log_ratio, mask, -torch.inf)
+        if weight.shape[:1] != (weight.numel(),):
+            weight = weight.flatten()
+        weight = weight.softmax(0)
+        norm: Tensor = torch.linalg.vector_norm(weight)
         if mask is None:
-            return (-math.log(log_weight.numel()) - spread).exp()
-        share = (-spread).exp() / valid_count(log_ratio, mask)
-        # No weight at all is -inf - (-inf).
-        return share.masked_fill(log_sum == -torch.inf, 0.0)
+            return (norm * math.sqrt(weight.numel())).pow(-2)
+        share = norm.pow(-2) / valid_count(log_ratio, mask)
+        # No weight at all is exp(-inf) / 0.
+        return torch.where(mask.any(), share, 0.0)
 
 
 def clip_fraction(

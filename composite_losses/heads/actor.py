@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from composite_losses.errors import ConfigError, MissingKeyError
-from composite_losses.heads.keys import as_key, key_list, path, read, suffixed
+from composite_losses.heads.keys import as_key, children, key_list, path, read, suffixed
 from composite_losses.heads.modules import calls, input_keys
 from composite_losses.heads.plan import Slot
 from composite_losses.heads.registry import construct, from_distribution, from_parameters
@@ -95,7 +95,10 @@ class Component:
 
     def build(self, parameters: Mapping[str, Any]) -> Terms | Distribution:
         """Returns the terms from parameters: by formula, else the distribution object itself."""
-        given = {name: promoted(value) for name, value in parameters.items()}
+        given = {
+            name: in_float32(value) if isinstance(value, Tensor) else promoted(value)
+            for name, value in parameters.items()
+        }
         given.update(self.kwargs)
         terms = from_parameters(self.cls, given)
         return terms if terms is not None else cast(Distribution, construct(self.cls, given))
@@ -125,6 +128,12 @@ class Step:
         )
         if not self.composite and len(self.out_keys) > 1:
             self.components = [Component(key, root.cls, root.kwargs, None) for key in self.out_keys]
+        # where the parameters of a composite's heads lie
+        self._nodes: dict[tuple[str, ...], NestedKey] = {
+            c.where: as_key((*path(self.in_keys[0]), *c.where))
+            for c in self.components
+            if c.where is not None
+        }
 
     @property
     def composite(self) -> bool:
@@ -150,9 +159,7 @@ class Step:
 
     def parameter_keys(self, component: Component) -> list[NestedKey]:
         """Returns where the data hold the component's parameters."""
-        if component.where is None:
-            return self.in_keys
-        return [as_key((*path(self.in_keys[0]), *component.where))]
+        return self.in_keys if component.where is None else [self._nodes[component.where]]
 
     def parameters(
         self, td: TensorDictBase | Scratch, component: Component
@@ -163,11 +170,15 @@ class Step:
                 name: read(td, key) for name, key in zip(self.dist_keys, self.in_keys, strict=True)
             }
             return None if any(value is None for value in values.values()) else values
-        node = read(td, self.parameter_keys(component)[0])
-        if not isinstance(node, TensorDictBase) or node.is_empty():
+        found = children(td, self._nodes[component.where])
+        if found is None:
             return None
         # an empty node is what is left of other heads' parameters
-        return {k: v for k, v in node.items() if not (is_tensor_collection(v) and v.is_empty())}
+        return {
+            k: v
+            for k, v in found.items()
+            if isinstance(v, Tensor) or not (is_tensor_collection(v) and v.is_empty())
+        }
 
     def terms(self, td: TensorDictBase | Scratch, only: NestedKey | None = None) -> Found:
         """Returns the terms of the heads (or of one) from the parameters in ``td``.
@@ -186,12 +197,18 @@ class Step:
                 continue
             parameters = self.parameters(td, component)
             if parameters is None:
+                missing = [k for k in self.parameter_keys(component) if read(td, k) is None]
                 raise MissingKeyError(
                     f"head {component.write!r}: its distribution reads "
-                    f"{', '.join(map(repr, self.in_keys))}, and not all of it was found after "
-                    "running the actor."
+                    f"{', '.join(map(repr, self.in_keys))}; not found after running the actor: "
+                    f"{', '.join(map(repr, missing))}. Fix: store it with the batch, or let the "
+                    "actor's network write it."
                 )
-            found.update(flattened(component.write, component.build(parameters)))
+            built = component.build(parameters)
+            if isinstance(built, Terms):
+                found[component.write] = built
+            else:
+                found.update(flattened(component.write, built))
         return found
 
     def _distribution(self, td: TensorDictBase | Scratch) -> Distribution:

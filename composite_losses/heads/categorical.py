@@ -10,6 +10,9 @@ from torch import Tensor
 from composite_losses.functional import distributions as formula
 from composite_losses.heads.terms import Terms, in_float32
 
+# On the CPU the softmax of a short last dim is many times slower than that of a first dim.
+SHORT = 16
+
 
 class CategoricalTerms(Terms):
     """Categorical terms from logits ``[*batch, n]``; forbidden ones weigh nothing."""
@@ -33,14 +36,20 @@ class CategoricalTerms(Terms):
         self.batch_shape = logits.shape[:-1]
         self.event_shape = logits.shape[-1:] if one_hot else torch.Size()
         self.playable = None if self.allowed is None else self.allowed.any(-1)
+        # where the classes run in ``log_probs``
+        self.dim = 0 if self.classes < SHORT and logits.device.type == "cpu" else -1
         self._log_probs: Tensor | None = None
 
     @property
     def log_probs(self) -> Tensor:
-        """Log-probs of all classes, ``[*batch, n]``."""
+        """Log-probs of all classes, along ``dim``."""
         if self._log_probs is None:
+            logits, allowed = self.logits, self.allowed
+            if self.dim == 0:
+                logits = logits.movedim(-1, 0)
+                allowed = None if allowed is None else allowed.movedim(-1, 0)
             self._log_probs = formula.bounded_log_probs(
-                self.logits, self.allowed, normalised=self.normalised
+                logits, allowed, normalised=self.normalised, dim=self.dim
             )
         return self._log_probs
 
@@ -78,21 +87,21 @@ class CategoricalTerms(Terms):
 
     def log_prob(self, action: Tensor) -> Tensor:
         """Returns the log-prob of the stored class."""
-        index = self._index(action).unsqueeze(-1)
-        log_probs = self.log_probs
-        if log_probs.shape[:-1] != index.shape[:-1]:  # several actions per distribution
-            log_probs = log_probs.expand(*index.shape[:-1], self.classes)
-        return log_probs.gather(-1, index).squeeze(-1)
+        index, log_probs = self._index(action), self.log_probs
+        if self.batch_shape != index.shape:  # several actions per distribution
+            log_probs = log_probs.movedim(self.dim, -1).expand(*index.shape, self.classes)
+            return log_probs.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        return log_probs.gather(self.dim, index.unsqueeze(self.dim)).squeeze(self.dim)
 
     def entropy(self, samples: int = 1) -> Tensor:
         """Returns −Σ p log p over the allowed classes."""
-        return -(self.log_probs.exp() * self.log_probs).sum(-1)
+        return -(self.log_probs.exp() * self.log_probs).sum(self.dim)
 
     def kl(self, other: Terms, samples: int = 1) -> Tensor:
         """Returns Σ p (log p − log q)."""
         if not isinstance(other, CategoricalTerms):
             raise TypeError("KL of a categorical head needs two categorical policies")
-        return (self.log_probs.exp() * (self.log_probs - other.log_probs)).sum(-1)
+        return (self.log_probs.exp() * (self.log_probs - other.log_probs)).sum(self.dim)
 
     def contains(self, action: Tensor) -> Tensor:
         """Returns where the action is a class that the mask allows."""
@@ -112,7 +121,7 @@ class CategoricalTerms(Terms):
 
     def mode(self) -> Tensor:
         """Returns the most likely allowed class."""
-        index = self.log_probs.argmax(-1)
+        index = self.log_probs.argmax(self.dim)
         return torch.nn.functional.one_hot(index, self.classes) if self.one_hot else index
 
 

@@ -163,8 +163,13 @@ def _missing(
     )
 
 
-def stored_action(td: TensorDictBase, head: Head, column: bool = True) -> Tensor:
+def stored_action(td: TensorDictBase, head: Head, known: NestedKey | None = None) -> Tensor:
     """Returns the stored action of a head; its column where several heads are stacked.
+
+    Args:
+        td: the data.
+        head: the head.
+        known: the key by which the user knows a stored action with a graph; the head's by default.
 
     Raises:
         MissingKeyError: no entry under the head's action key.
@@ -178,8 +183,8 @@ def stored_action(td: TensorDictBase, head: Head, column: bool = True) -> Tensor
             "Fix: give the actor a name_map that writes the action there, or name it with "
             "set_keys(action=...)."
         )
-    detached(head.action, action)
-    if head.column is None or not column:
+    detached(head.action if known is None else known, action)
+    if head.column is None:
         return action
     if action.ndim == 0 or not -action.shape[-1] <= head.column < action.shape[-1]:
         raise ConfigError(

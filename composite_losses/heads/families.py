@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -68,8 +67,8 @@ class ElementwiseTerms(Terms):
         """Returns these terms with the summed event dims kept as one of size 1."""
         if self.event_ndim == 0:
             return self
-        out = copy.copy(self)
-        out.keepdim = True
+        out = object.__new__(type(self))
+        out.__dict__.update(self.__dict__, keepdim=True)
         return out
 
     def _all(self, x: Tensor) -> Tensor:

@@ -61,6 +61,9 @@ class Reader(Protocol):
     def get(self, key: NestedKey) -> Any:
         """Returns the entry under ``key``, or None."""
 
+    def children(self, key: NestedKey) -> dict[str, Any] | None:
+        """Returns what lies directly under ``key``, or None."""
+
 
 def read(td: TensorDictBase | Reader, key: NestedKey) -> object | None:
     """Returns the entry under ``key``, or None where there is none.
@@ -70,9 +73,9 @@ def read(td: TensorDictBase | Reader, key: NestedKey) -> object | None:
     """
     if type(td) is TensorDict and isinstance(key, str):
         return cast(object, cast(Any, td)._get_str(key, None))
-    if type(td) is TensorDict or is_tensor_collection(td):
+    if isinstance(td, TensorDictBase):
         return walk(td, path(key))
-    return cast(object, cast(Reader, td).get(key))
+    return cast(object, td.get(key))
 
 
 def walk(node: object, parts: Path) -> object | None:
@@ -85,6 +88,20 @@ def walk(node: object, parts: Path) -> object | None:
         else:
             return None
     return node
+
+
+def items(node: object) -> dict[str, Any] | None:
+    """Returns the entries of a nested TensorDict by name, or None where it is none or empty."""
+    if node is None or not is_tensor_collection(node):
+        return None
+    return dict(cast(TensorDictBase, node).items()) or None
+
+
+def children(td: TensorDictBase | Reader, key: NestedKey) -> dict[str, Any] | None:
+    """Returns what lies directly under ``key``, by name, or None where nothing does."""
+    if isinstance(td, TensorDictBase):
+        return items(walk(td, path(key)))
+    return td.children(key)
 
 
 def read_tensor(td: TensorDictBase | Reader, key: NestedKey) -> torch.Tensor | None:

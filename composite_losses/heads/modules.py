@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from composite_losses.errors import MissingKeyError
 from composite_losses.heads.keys import as_key, key_list, listing, path
-from composite_losses.heads.scratch import Scratch
+from composite_losses.heads.scratch import Scratch, overlap
+
+# the out_key of an output that is not kept
+IGNORED = ("_",)
 
 
 class Call:
@@ -26,6 +29,7 @@ class Call:
         self.module: Any = module
         self.in_keys = key_list(getattr(module, "in_keys", None) or [])
         self.out_keys = key_list(getattr(module, "out_keys", None) or [])
+        self.out_paths = [path(key) for key in self.out_keys]
         self.plain = (
             isinstance(module, TensorDictModule)
             and type(module).forward is TensorDictModule.forward
@@ -33,34 +37,45 @@ class Call:
             and module.method is None
             and not module.method_kwargs
             and module.inplace is True
+            and not any(overlap(out, self.out_paths) for out in self.out_paths)
         )
 
     def __call__(self, data: Scratch) -> None:
         """Runs the module; ``data`` receives its outputs."""
-        if not self.plain or hooked(self.module):
+        module = self.module
+        if not self.plain or hooked(module):
             td = data.tensordict()
-            out = self.module(td)
+            try:
+                out = module(td)
+            except KeyError as error:
+                self._name_missing(data, error)
+                raise
             if out is not td:
                 td.update(out)
             return
         inputs = [data.get(key) for key in self.in_keys]
+        inner = module._modules.get("module")
         try:
-            out = self.module.module(*inputs)
+            out = (module.module if inner is None else inner)(*inputs)
         except Exception as error:
-            missing = [k for k, v in zip(self.in_keys, inputs, strict=True) if v is None]
-            if missing:
-                raise MissingKeyError(
-                    f"{', '.join(map(repr, missing))}: a network of the loss reads it, and it was "
-                    f"not found. Keys present: {listing(data.tensordict())}. Fix: store it "
-                    "with the batch."
-                ) from error
+            self._name_missing(data, error)
             raise
-        for key, value in zip(self.out_keys, self._outputs(out), strict=True):
-            if key != "_":
-                data.set(key, value)
+        entries = zip(self.out_paths, self._outputs(out), strict=True)
+        data.lay(entry for entry in entries if entry[0] != IGNORED)
+
+    def _name_missing(self, data: Scratch, error: Exception) -> None:
+        """Raises MissingKeyError if the module failed on inputs that are not there."""
+        missing = [key for key in self.in_keys if data.get(key) is None]
+        if missing and not isinstance(error, MissingKeyError):
+            raise MissingKeyError(
+                f"{', '.join(map(repr, missing))}: a network of the loss reads it, and it was not "
+                f"found. Keys present: {listing(data.tensordict())}. Fix: store it with the batch."
+            ) from error
 
     def _outputs(self, out: Any) -> tuple[Any, ...]:
         """Returns a module's result as one value per out_key."""
+        if isinstance(out, Tensor) and len(self.out_paths) == 1:
+            return (out,)
         named = isinstance(out, (dict, TensorDictBase))
         if named and all(key in out for key in self.out_keys):
             out = tuple(out[key] for key in self.out_keys)

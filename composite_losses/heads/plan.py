@@ -58,15 +58,19 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """The heads of a policy, in the actor's order, and the candidates for a joint log-prob."""
+    """The heads of a policy, in the actor's order.
+
+    Attributes:
+        heads: the heads.
+        joint: candidates for one log-prob of all heads.
+        names: names of the heads.
+        inside: one action key of every nested TensorDict that holds any.
+    """
 
     heads: tuple[Head, ...]
     joint: tuple[NestedKey, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the heads."""
-        return tuple(head.name for head in self.heads)
+    names: tuple[str, ...] = ()
+    inside: tuple[NestedKey, ...] = ()
 
     def index(self, key: NestedKey) -> int | None:
         """Returns the position of the head that ``key`` stands for, or None.
@@ -139,7 +143,9 @@ def compile_plan(
         shared = _common_parent(actions)
         beside += [as_key((*shared[:k], LEGACY_LOG_PROB)) for k in range(len(shared), -1, -1)]
         together = unique([*user_joint, *joint, *beside, LEGACY_LOG_PROB])
-    return HeadPlan(tuple(heads), together)
+    held = {path(head.action)[:-1]: head.action for head in reversed(heads)}
+    inside = tuple(key for parent, key in held.items() if parent)
+    return HeadPlan(tuple(heads), together, tuple(names), inside)
 
 
 def _paired(

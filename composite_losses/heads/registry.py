@@ -166,4 +166,4 @@ def _accepts(builder: Builder, parameters: Mapping[str, Any]) -> bool:
     function: Any = builder.func if isinstance(builder, functools.partial) else builder
     code = function.__code__
     known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return all(name in known and name != "one_hot" for name in parameters)
+    return "one_hot" not in parameters and all(map(known.__contains__, parameters))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
 
-from composite_losses.heads.keys import Path, as_key, path, read, walk
+from composite_losses.heads.keys import Path, as_key, items, path, read, walk
+
+
+def overlap(parts: Path, others: Iterable[Path]) -> bool:
+    """Returns whether an entry lies inside one of the others, or one of them inside it."""
+    return any(other != parts and other[: len(parts)] == parts[: len(other)] for other in others)
 
 
 class Scratch:
@@ -21,8 +27,11 @@ class Scratch:
         self._td = tensordict
         self._own = False
         self._written: dict[Path, Any] = {}
-        # first elements of what was written
+        # first elements of what was written; the same entries by the node that holds them; and the
+        # nodes above those
         self._touched: set[str] = set()
+        self._nodes: dict[Path, dict[str, Any]] = {}
+        self._above: set[Path] = set()
 
     @property
     def batch_size(self) -> torch.Size:
@@ -51,11 +60,35 @@ class Scratch:
             return walk(self.tensordict(), parts)
         return walk(self._td, parts)
 
+    def children(self, key: NestedKey) -> dict[str, Any] | None:
+        """Returns what lies directly under ``key``, by name, or None where nothing does."""
+        parts = path(key)
+        if parts in self._above or self._covers(parts):
+            return items(walk(self.tensordict(), parts))
+        new, found = self._nodes.get(parts), items(walk(self._td, parts))
+        if new is None:
+            return found
+        return new if found is None else {**found, **new}
+
     def set(self, key: NestedKey, value: Any) -> None:
         """Lays an entry over the batch."""
-        parts = path(key)
-        self._written[parts] = value
-        self._touched.add(parts[0])
+        self.lay(((path(key), value),))
+
+    def lay(self, entries: Iterable[tuple[Path, Any]]) -> None:
+        """Lays entries over the batch, none of them inside another."""
+        before = self._touched
+        touched = set(before)
+        for parts, value in entries:
+            if parts[0] in before and overlap(parts, self._written):
+                self.tensordict()  # one lies in the other: the order decides
+                before, touched = self._touched, set()
+            self._written[parts] = value
+            touched.add(parts[0])
+            if len(parts) > 1:
+                self._nodes.setdefault(parts[:-1], {})[parts[-1]] = value
+                for k in range(1, len(parts) - 1):
+                    self._above.add(parts[:k])
+        self._touched = touched
 
     def drop(self, key: NestedKey) -> None:
         """Hides the entry under ``key``."""
@@ -70,9 +103,21 @@ class Scratch:
             self._td, self._own = self._td.copy(), True
         for parts, value in self._written.items():
             self._td.set(as_key(parts), value)
-        self._written = {}
-        self._touched = set()
+        self._forget()
         return self._td
+
+    def _covers(self, parts: Path) -> bool:
+        """Returns whether an entry, or a node that holds it, was laid over the batch."""
+        if parts[0] in self._touched:
+            for k in range(len(parts), 0, -1):
+                if parts[:k] in self._written:
+                    return True
+        return False
+
+    def _forget(self) -> None:
+        """Drops what was laid over the batch."""
+        self._written, self._nodes = {}, {}
+        self._touched, self._above = set(), set()
 
     def keys(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the keys of the batch and of what was written."""
@@ -82,8 +127,7 @@ class Scratch:
         """Returns scratch data that starts with the same entries and is written apart."""
         twin = Scratch(self._td.copy() if self._own else self._td)
         twin._own = self._own
-        twin._written = dict(self._written)
-        twin._touched = set(self._touched)
+        twin.lay(self._written.items())
         return twin
 
 

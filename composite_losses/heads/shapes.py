@@ -69,6 +69,8 @@ def per_sample(
     Raises:
         ShapeError: names the head, the keys, both shapes and the expected one.
     """
+    if current == sample and (stored is None or stored.shape == sample):
+        return stored
     n = len(sample)
     shape = current
     if stored is not None and stored.shape != shape:

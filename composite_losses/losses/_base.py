@@ -109,7 +109,7 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
         self._random_modules = [m for m in actor_network.modules() if draws_random(m)]
         self._warned_random = False
         self._adopt_actor_keys()
-        self._plan = self._compiled_plan()
+        self._compile_plan()
         self.surrogate = surrogate
         self.value = value if critic_network is not None else None
         self.entropy = EntropyTerm(0.0) if entropy is None else entropy
@@ -137,6 +137,13 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
                     part.to(where)
             if cap is not None:
                 self.max_importance_ratio = cap.to(where)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns parts and networks at once: a call looks up a dozen of them."""
+        modules = self.__dict__.get("_modules")
+        if modules is not None and name in modules and not name.startswith("target_"):
+            return modules[name]
+        return super().__getattr__(name)
 
     def _bind(self) -> None:
         """Resolves the parts' options by head, once the heads are known."""
@@ -202,7 +209,7 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
             return
         with torch.no_grad(), self._with(self.actor_network, self.actor_network_params):
             self._program.run(Scratch(td))
-        self._plan = self._compiled_plan()
+        self._compile_plan()
         self._bind()
 
     def _warn_random(self) -> None:
@@ -228,65 +235,67 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
 
     def _policy_outputs(self, samples: Samples, parts: list[Block]) -> dict[str, Tensor]:
         """Returns the policy losses and metrics."""
-        objective = self.surrogate(samples)
+        surrogate, term = self.surrogate, self.entropy
+        objective = surrogate(samples)
         out = {self.objective_key: self._reduced(-objective, samples.row_mask)}
         if self.metrics or self.entropy_bonus:
-            entropy = self._entropies(parts, samples)
+            entropy = self._entropies(parts, samples, term)
             total = entropy if entropy.shape[-1] == 1 else entropy.sum(-1, keepdim=True)
             if self.entropy_bonus:
-                loss = self.entropy(entropy, total)
+                loss = term(entropy, total)
                 out["loss_entropy"] = self._reduced(loss, samples.row_mask)
             if self.metrics:
-                names = self._plan.names
-                out |= _metrics.collected(samples, self.surrogate, entropy, total, names)
-        return out | self.surrogate.reports(samples)
+                out |= _metrics.collected(samples, surrogate, entropy, total, self._labels)
+        return out | surrogate.reports(samples)
 
-    def _entropies(self, parts: list[Block], samples: Samples) -> Tensor:
+    def _entropies(self, parts: list[Block], samples: Samples, term: EntropyTerm) -> Tensor:
         """Returns the heads' entropies in nats, ``[*S, H]``; without a graph where only logged."""
         n = samples.log_prob.ndim - 1
-        only_logged = not self.entropy_bonus or self.entropy.off
+        only_logged = not self.entropy_bonus or term.off
 
         def entropy(terms: Terms) -> Tensor:
             try:
-                return terms.entropy(self.entropy.samples)
+                return terms.entropy(term.samples)
             except NotImplementedError:
                 if not only_logged:
                     raise
                 return samples.log_prob.new_full(terms.batch_shape, float("nan"))
 
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not only_logged):
+        if not only_logged:
+            return F.fill(per_block(parts, entropy, n), samples.valid_heads)
+        with torch.no_grad():
             return F.fill(per_block(parts, entropy, n), samples.valid_heads)
 
     def _reduced(self, loss: Tensor, mask: Tensor | None) -> Tensor:
         """Returns a loss ``[*S, 1]`` reduced over the rows that count."""
-        count = None
-        if self.sync_counts and self.reduction == "mean":
+        how, count = self.reduction, None
+        if self.sync_counts and how == "mean":
             count = _metrics.all_reduced_count(loss, mask)
-        out = F.reduce(loss, mask, self.reduction, count=count)
-        return out.squeeze(-1) if self.reduction == "none" else out
+        out = F.reduce(loss, mask, how, count=count)
+        return out.squeeze(-1) if how == "none" else out
 
     def _all_out_keys(self) -> list[str]:
         """Names of all outputs, losses first."""
         keys = [self.objective_key]
-        names = self._plan.names if len(self._plan.names) > 1 else ()
-        if self.value is not None:
+        value, surrogate, labels = self.value, self.surrogate, self._labels
+        if value is not None:
             keys.append(self.value_key)
         if self.metrics and self.entropy_first:
             keys.append("entropy")
         if self.entropy_bonus:
             keys.append("loss_entropy")
-        keys += self.surrogate.report_keys
+        keys += surrogate.report_keys
         if not self.metrics:
             return keys
         keys += [] if self.entropy_first else ["entropy"]
-        keys += [f"entropy/{name}" for name in names]
-        if self.surrogate.uses_ratio:
+        keys += labels.entropies
+        if surrogate.uses_ratio:
             keys += _metrics.RATIO_METRICS
-            keys += [f"{metric}/{name}" for metric in _metrics.HEAD_METRICS for name in names]
-        if self.value is not None:
+            keys += labels.ratios
+        if value is not None:
             if self.log_explained_variance:
                 keys.append("explained_variance")
-            if self.value.clip is not None:
+            if value.clip is not None:
                 keys.append("value_clip_fraction")
         return keys
 

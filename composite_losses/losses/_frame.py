@@ -62,8 +62,8 @@ def sample_shape(
             batch.
     """
     holder = td.batch_size
-    for head in plan.heads:
-        batch = holder_batch(td, head.action)
+    for key in plan.inside:
+        batch = holder_batch(td, key)
         if len(batch) > len(holder):
             holder = batch
     if advantage is None:

@@ -12,6 +12,7 @@ from torch import nn
 from composite_losses.errors import ConfigError
 from composite_losses.heads import ActorProgram, HeadPlan, compile_plan
 from composite_losses.heads.keys import as_key, key_list, path
+from composite_losses.losses._metrics import Labels
 from composite_losses.losses._torchrl import (
     AUTO_MASK_KEYS,
     Mixin,
@@ -62,6 +63,7 @@ class Keys(Mixin):
     _tensor_keys: Any
     _program: ActorProgram
     _plan: HeadPlan
+    _labels: Labels
     _columns: dict[str, tuple[NestedKey, int]] | None
     _user_keys: dict[str, Any]
     _selected_in_keys: list[NestedKey] | None
@@ -78,15 +80,16 @@ class Keys(Mixin):
             if keys:
                 setattr(self._tensor_keys, name, keys[0] if len(keys) == 1 else keys)
 
-    def _compiled_plan(self) -> HeadPlan:
+    def _compile_plan(self) -> None:
         """Compiles the head plan from the actor and the user's keys."""
-        return compile_plan(
+        self._plan = compile_plan(
             self._program.slots,
             self._program.joint,
             action=self._user_keys.get("action"),
             log_prob=self._user_keys.get("sample_log_prob"),
             columns=self._columns,
         )
+        self._labels = Labels(self._plan.names)
 
     def set_keys(self, **kwargs: Any) -> None:
         """Sets the keys of the entries that the loss reads.
@@ -120,11 +123,11 @@ class Keys(Mixin):
                 if kwargs.get(name, "") is not None:
                     setattr(self._tensor_keys, name, getattr(restored, name))
         try:
-            self._plan = self._compiled_plan()
+            self._compile_plan()
             self._head_active_keys()
         except ConfigError:
             self._tensor_keys, self._user_keys = previous, user
-            self._plan = self._compiled_plan()
+            self._compile_plan()
             raise
         self._forward_value_estimator_keys()
 

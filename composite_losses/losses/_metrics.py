@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,28 @@ RATIO_METRICS = (
 HEAD_METRICS = ("kl_approx", "clip_fraction")
 
 
+class Labels:
+    """Names of the metrics of each head, ``<metric>/<head>``; none where there is one head."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        """Forms the names once."""
+        self.several = len(names) > 1
+        self.entropy, self.kl_approx, self.clip_fraction = (
+            tuple(f"{metric}/{name}" for name in names) if self.several else (metric,)
+            for metric in ("entropy", *HEAD_METRICS)
+        )
+
+    @property
+    def entropies(self) -> tuple[str, ...]:
+        """Names of the heads' entropies."""
+        return self.entropy if self.several else ()
+
+    @property
+    def ratios(self) -> tuple[str, ...]:
+        """Names of the metrics of the heads' ratios."""
+        return self.kl_approx + self.clip_fraction if self.several else ()
+
+
 class Means:
     """Means over the batch of any number of per-sample columns, taken together."""
 
@@ -29,7 +53,7 @@ class Means:
         self.names: list[str] = []
         self.columns: list[Tensor] = []
 
-    def add(self, names: list[str], columns: Tensor) -> None:
+    def add(self, names: Iterable[str], columns: Tensor) -> None:
         """Adds columns, ``[*S, 1]`` or ``[*S, H]``, with one name each."""
         self.names += names
         self.columns.append(columns)
@@ -67,7 +91,7 @@ def collected(
     surrogate: Surrogate,
     entropy: Tensor,
     total: Tensor,
-    names: tuple[str, ...],
+    labels: Labels,
 ) -> dict[str, Tensor]:
     """Returns the metrics of the policy.
 
@@ -75,47 +99,43 @@ def collected(
     (π/π_prox); ``ESS``, ``max_ratio`` and ``mean_ratio`` the weight of the data (π/π_behaviour).
     ``<metric>/<head>`` is NaN where only a joint log-prob is known.
     """
-    several = len(names) > 1
     means = Means(samples.row_mask, samples.valid_heads)
-    means.add(["entropy"], total)
-    if several:
-        means.add([f"entropy/{name}" for name in names], entropy)
+    means.add(("entropy",), total)
+    if labels.several:
+        means.add(labels.entropy, entropy)
     if surrogate.uses_ratio:
-        _add_ratio(means, samples, surrogate, names)
+        _add_ratio(means, samples, surrogate, labels)
     out, count = means.result()
     if not surrogate.uses_ratio:
         return out
     if "clip_fraction" not in out:
-        each = [f"clip_fraction/{name}" for name in names]
-        stacked = torch.stack([out[key] for key in each])
+        stacked = torch.stack([out[key] for key in labels.clip_fraction])
         if count:
-            weights = torch.stack([count[key] for key in each])
+            weights = torch.stack([count[key] for key in labels.clip_fraction])
             out["clip_fraction"] = (stacked * weights).sum() / weights.sum().clamp_min(1)
         else:
             out["clip_fraction"] = stacked.mean()
-    if several and samples.joint_only:
+    if samples.joint_only:
         nan = samples.log_prob.new_full((), float("nan"))
-        out |= {f"{metric}/{name}": nan.clone() for metric in HEAD_METRICS for name in names}
+        out |= {label: nan.clone() for label in labels.ratios}
     out["ESS"] = F.effective_sample_size(samples.behaviour_log_ratio, samples.row_mask)
     out["max_ratio"] = F.masked_max(samples.ratio, samples.row_mask)
     return out
 
 
-def _add_ratio(
-    means: Means, samples: Samples, surrogate: Surrogate, names: tuple[str, ...]
-) -> None:
+def _add_ratio(means: Means, samples: Samples, surrogate: Surrogate, labels: Labels) -> None:
     """Adds the columns of the ratio's metrics."""
     joint, log_ratio = samples.joint_log_ratio, samples.log_ratio
-    separate = len(names) > 1 and not samples.joint_only and log_ratio is not None
-    means.add(["kl_approx"], -joint)
-    means.add(["kl_k3"], F.k3(joint) if samples.correction is not None else _k3(samples))
-    means.add(["mean_ratio"], samples.ratio)
+    separate = labels.several and not samples.joint_only and log_ratio is not None
+    means.add(("kl_approx",), -joint)
+    means.add(("kl_k3",), F.k3(joint) if samples.correction is not None else _k3(samples))
+    means.add(("mean_ratio",), samples.ratio)
     clipped = surrogate.clipped(samples)
     if clipped.shape[-1] == 1:
-        means.add(["clip_fraction"], clipped)
+        means.add(("clip_fraction",), clipped)
     if separate and log_ratio is not None:
-        means.add([f"kl_approx/{name}" for name in names], -log_ratio)
-        means.add([f"clip_fraction/{name}" for name in names], surrogate.head_clipped(samples))
+        means.add(labels.kl_approx, -log_ratio)
+        means.add(labels.clip_fraction, surrogate.head_clipped(samples))
 
 
 def _k3(samples: Samples) -> Tensor:

@@ -6,14 +6,14 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch import Tensor
 
 from composite_losses import functional as F
 from composite_losses.errors import MissingKeyError, ShapeError
 from composite_losses.heads import Behaviour, Scratch, Terms, find
 from composite_losses.heads.blocks import Block, blocks, divergences, log_probs
-from composite_losses.heads.chain import detached, stored_action
+from composite_losses.heads.chain import stored_action
 from composite_losses.heads.keys import read, read_tensor
 from composite_losses.heads.shapes import fit_action, per_sample, shown
 from composite_losses.heads.terms import in_float32
@@ -41,25 +41,15 @@ class PolicySide(Mixin):
 
     def _actions(self, td: TensorDictBase, terms: list[Terms]) -> list[Tensor]:
         """Returns the stored actions in the shapes that their distributions expect."""
+        # the key as the user knows it: the set one where it holds the heads'
+        known = self.tensor_keys.action
+        known = None if isinstance(known, list) else known
         return [
             fit_action(
-                self._stored_action(td, i), term.batch_shape, term.event_shape, key=head.action
+                stored_action(td, head, known), term.batch_shape, term.event_shape, key=head.action
             )
-            for i, (head, term) in enumerate(zip(self._plan.heads, terms, strict=True))
+            for head, term in zip(self._plan.heads, terms, strict=True)
         ]
-
-    def _stored_action(self, td: TensorDictBase, position: int) -> Tensor:
-        """Returns the stored action of a head."""
-        head = self._plan.heads[position]
-        action = read_tensor(td, head.action)
-        if action is not None and action.requires_grad:
-            detached(self._shown_action(head.action), action)
-        return stored_action(td, head)
-
-    def _shown_action(self, key: NestedKey) -> NestedKey:
-        """Returns the action key as the user knows it: the set one where it holds the head's."""
-        shown_key = self.tensor_keys.action
-        return key if isinstance(shown_key, list) else shown_key
 
     def _samples(
         self,
@@ -72,6 +62,7 @@ class PolicySide(Mixin):
         fresh_target: Tensor | None,
     ) -> tuple[Samples, list[Block]]:
         """Returns the tensors that the surrogate sees, and the heads in blocks."""
+        surrogate = self.surrogate
         active = self._active(frame, terms)
         actions = self._actions(original, terms)
         if self.validate:
@@ -79,13 +70,13 @@ class PolicySide(Mixin):
         parts = blocks(terms, len(frame.sample))
         parameters = self._blended_parameters(original, td, frame, active)
         behaviour = None
-        if self.surrogate.uses_ratio:
+        if surrogate.uses_ratio:
             behaviour = find(
                 self._program,
                 self._plan,
                 original,
                 source=self.source,
-                joint_ok=not self.surrogate.uses_heads,
+                joint_ok=not surrogate.uses_heads,
                 parameters=parameters,
             )
         mask = frame.mask if active is None else F.combine_masks(frame.mask, active.any(-1))
@@ -115,7 +106,7 @@ class PolicySide(Mixin):
             samples.log_ratio = now - prox
             if proximal is not None:
                 samples.correction = prox - old
-        if self.surrogate.uses_kl:
+        if surrogate.uses_kl:
             samples.kl = self._kl(original, parameters, prox_terms, parts, frame, samples)
         return samples, parts
 

@@ -118,7 +118,8 @@ class EntropyTerm(nn.Module):
         else:
             initial = scalar("entropy_coeff", coeff).clone()
         self.register_buffer("coeff", initial)
-        self._checked = -1
+        self._checked: tuple[Tensor | None, int] = (None, -1)
+        self._weight: Tensor | None = None
         self._off = False
         self._look()
 
@@ -147,14 +148,19 @@ class EntropyTerm(nn.Module):
             )
         ordered = [values[i] for i in range(len(plan.names))]
         self.coeff = torch.tensor(ordered, device=self.coeff.device, dtype=self.coeff.dtype)
-        self._checked = -1
         self._look()
 
     def _look(self) -> None:
         """Reads the coefficient back: whether it is 0."""
+        self._checked, self._weight = (None, -1), None
         if self.coeff.device.type != "meta":
-            self._off = not bool(self.coeff.any())
-            self._checked = self.coeff._version
+            self._know(off=not bool(self.coeff.any()))
+
+    def _know(self, *, off: bool) -> None:
+        """Keeps what holds as long as nobody writes the coefficient."""
+        self._off = off
+        self._checked = (self.coeff, self.coeff._version)
+        self._weight = -self.coeff.detach()
 
     def write(self, value: float | Tensor) -> None:
         """Writes the coefficient in place: a number, 0-dim, or ``[H]``."""
@@ -162,8 +168,18 @@ class EntropyTerm(nn.Module):
             given = torch.as_tensor(value)
             given = given.reshape(()) if given.numel() == 1 else given
             self.coeff.copy_(given.to(self.coeff))
-        self._off = given.device.type != "meta" and not bool(given.any())
-        self._checked = self.coeff._version
+        self._know(off=given.device.type != "meta" and not bool(given.any()))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a copy, and looks at its coefficient."""
+        super().__setstate__(state)
+        self._look()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Applies a conversion, and looks at the new coefficient."""
+        super()._apply(fn, recurse)
+        self._look()
+        return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Loads the coefficient and looks whether it is 0."""
@@ -174,12 +190,18 @@ class EntropyTerm(nn.Module):
     def off(self) -> bool:
         """Whether every coefficient is known to be 0, so that the entropy is only a metric.
 
-        A buffer that was written in place by other means counts as not 0: to read it back would
-        wait for the device.
+        A buffer that was written or replaced by other means counts as not 0: to read it back
+        would wait for the device.
         """
+        return self._off and self._known
+
+    @property
+    def _known(self) -> bool:
+        """Whether the coefficient is the one that was looked at."""
         if torch.compiler.is_compiling():
             return False  # a graph must serve every coefficient
-        return self._off and self.coeff._version == self._checked
+        coeff, (known, version) = self.coeff, self._checked
+        return coeff is known and coeff._version == version
 
     def forward(self, entropy: Tensor, total: Tensor) -> Tensor:
         """Returns the loss −Σ coeff_h H_h, ``[*S, 1]``.
@@ -188,9 +210,11 @@ class EntropyTerm(nn.Module):
             entropy: of the heads, nats, 0 where one does not count, ``[*S, H]``.
             total: its sum, ``[*S, 1]``.
         """
-        if self.coeff.ndim == 0:
-            return total * -self.coeff
-        return -F.entropy_sum(entropy, self.coeff).unsqueeze(-1)
+        coeff = self.coeff
+        if coeff.ndim == 0:
+            weight = self._weight if self._known else None
+            return total * (-coeff if weight is None else weight)
+        return -F.entropy_sum(entropy, coeff).unsqueeze(-1)
 
 
 class AdvantageNorm(nn.Module):

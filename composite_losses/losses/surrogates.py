@@ -45,12 +45,12 @@ class Surrogate(nn.Module, abc.ABC):
         """Returns the objective to maximise, ``[*S, 1]``; gradient: the current log-prob."""
 
     def clipped(self, samples: Samples) -> Tensor:
-        """Returns where the surrogate clips: ``[*S, 1]``, or ``[*S, H]`` with a clip per head."""
-        return torch.zeros_like(samples.joint_log_ratio, dtype=torch.bool)
+        """Returns 1 where the surrogate clips: ``[*S, 1]``, or ``[*S, H]`` with a clip per head."""
+        return torch.zeros_like(samples.joint_log_ratio)
 
     def head_clipped(self, samples: Samples) -> Tensor:
-        """Returns where each head's ratio is beyond its clip bounds, ``[*S, H]``."""
-        return torch.zeros_like(samples.log_prob, dtype=torch.bool)
+        """Returns 1 where each head's ratio is beyond its clip bounds, ``[*S, H]``."""
+        return torch.zeros_like(samples.log_prob)
 
     def reports(self, samples: Samples) -> dict[str, Tensor]:
         """Returns additional 0-dim outputs of this surrogate."""
@@ -223,27 +223,27 @@ class Clip(Surrogate):
     def _joint(self, samples: Samples) -> Tensor:
         """Returns P of the product of the ratios."""
         advantage = samples.advantage
-        gain = samples.ratio * advantage
+        gain, correction = samples.ratio * advantage, samples.joint_correction
         # The clipped gain is the smaller one only beyond the clip bounds, where it is a constant.
         with torch.no_grad():
-            clipped_gain = self._clipped_ratio(samples) * advantage
+            clipped = self._clipped_ratio(samples, correction)
+            clipped_gain = clipped * advantage
             clips = clipped_gain < gain
+            if correction is None:
+                samples.remember("clipped", clipped.ne_(samples.ratio))  # 0 or 1, in its dtype
         objective = torch.where(clips, clipped_gain, gain)
         if self.dual_clip is None:
             return objective
         lowest = self.dual_clip * advantage
         return torch.where(advantage < 0, torch.maximum(objective, lowest), objective)
 
-    def _clipped_ratio(self, samples: Samples) -> Tensor:
+    def _clipped_ratio(self, samples: Samples, correction: Tensor | None) -> Tensor:
         """Returns the joint ratio within the clip bounds, ``[*S, 1]``."""
-        correction = samples.joint_correction
         if correction is not None:
             within = self._clipped_log_ratio(samples.joint_log_ratio)
             return F.ratio(within + correction)
         low, high = self.log_bounds(samples.ratio.dtype)[2:]
-        clipped = torch.clamp(samples.ratio, low, high)
-        samples.remember("clipped", clipped != samples.ratio)
-        return clipped
+        return torch.clamp(samples.ratio, low, high)
 
     def _per_head(self, samples: Samples) -> Tensor:
         """Returns the weighted sum of P of every head's ratio."""
@@ -260,21 +260,21 @@ class Clip(Surrogate):
         ).unsqueeze(-1)
 
     def clipped(self, samples: Samples) -> Tensor:
-        """Returns where a row's joint ratio, any of its heads', or each head's ratio is clipped."""
+        """Returns 1 where a row's joint ratio, any of its heads', or each head's is clipped."""
         if self.ratio == "per_head":
             return self.head_clipped(samples)
         if self.ratio == "leafwise":
-            return self.head_clipped(samples).any(-1, keepdim=True)
+            return self.head_clipped(samples).amax(-1, keepdim=True)
         known = samples.remembered("clipped")
         if known is not None:
             return known
         joint = samples.joint_log_ratio
-        return self._clipped_log_ratio(joint) != joint
+        return self._clipped_log_ratio(joint).ne_(joint)
 
     def head_clipped(self, samples: Samples) -> Tensor:
-        """Returns where each head's ratio is beyond its clip bounds, ``[*S, H]``."""
+        """Returns 1 where each head's ratio is beyond its clip bounds, ``[*S, H]``."""
         log_ratio = cast(Tensor, samples.log_ratio)
-        return self._clipped_log_ratio(log_ratio) != log_ratio
+        return self._clipped_log_ratio(log_ratio).ne_(log_ratio)
 
 
 def _log_bounds(

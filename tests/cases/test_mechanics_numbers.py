@@ -213,3 +213,24 @@ def test_float_and_double_agree(name: str, layout: str) -> None:
         torch.testing.assert_close(value.double(), exact[key], rtol=1e-4, atol=1e-6)
     for left, right in zip(single.parameters(), loss.parameters(), strict=True):
         torch.testing.assert_close(left.grad.double(), right.grad, rtol=1e-3, atol=1e-5)
+
+
+SCALE = 2.0**20
+
+
+@pytest.mark.parametrize("name", list(DOORS))
+def test_a_loss_scaler_scales_gradients(name: str) -> None:
+    """A factor of two to some power is exact, also where classes are forbidden or only fill up.
+
+    Their log-probs are large negative numbers: the product with a gradient may not overflow.
+    """
+    heads = {"say": "masked", "gear": "categorical", "move": "normal"}
+    plain = build(name, heads, entropy_coeff=0.5).eval()
+    scaled = build(name, heads, entropy_coeff=0.5).eval()
+    scaled.load_state_dict(plain.state_dict())
+    data = data_for(name, heads)
+    total_loss(plain(data)).backward()
+    (SCALE * total_loss(scaled(data))).backward()
+    for one, two in zip(plain.parameters(), scaled.parameters(), strict=True):
+        assert one.grad is not None and one.grad.isfinite().all()
+        assert torch.equal(one.grad * SCALE, two.grad)

@@ -395,7 +395,7 @@ def test_names_are_sorted():
 
 @each_row
 def test_compiles_as_one_graph(row):
-    """Forward and backward, with the numbers of the eager call."""
+    """Forward and backward, with the numbers of the eager call, but for the order of products."""
     inputs = row.draw()
     leaves = [inputs[name].requires_grad_() for name in row.grad]
     torch._dynamo.reset()
@@ -405,7 +405,7 @@ def test_compiles_as_one_graph(row):
         gradients = torch.autograd.grad(weighted_sum(result), leaves) if leaves else ()
         outcomes.append([*tree_leaves(result), *gradients])
     for actual, expected in zip(*reversed(outcomes), strict=True):
-        assert torch.equal(actual, expected)
+        assert_close(actual, expected)
 
 
 @each_row
@@ -430,7 +430,7 @@ def test_keeps_float32_and_the_inputs(row):
     for leaf, exact in zip(tree_leaves(result), tree_leaves(expected), strict=True):
         if leaf.is_floating_point():
             # A forbidden entry holds the lowest number of its dtype.
-            leaf, exact = leaf.clamp_min(-1e30), exact.clamp_min(-1e30)
+            leaf, exact = leaf.clamp_min(-1e15), exact.clamp_min(-1e15)
         assert_close(leaf, exact)
 
 

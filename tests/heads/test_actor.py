@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from tensordict.nn import (
     CompositeDistribution,
     InteractionType,
+    ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModule,
     TensorDictSequential,
@@ -18,7 +19,7 @@ from tensordict.nn import (
 )
 from torch import Tensor, nn
 from torch import distributions as D
-from torchrl.modules import IndependentNormal, ProbabilisticActor
+from torchrl.modules import IndependentNormal, MaskedCategorical, ProbabilisticActor
 
 from composite_losses.errors import ConfigError, MissingKeyError
 from composite_losses.heads import ActorProgram, Scratch, Slot, StackHeads
@@ -381,3 +382,39 @@ def test_an_empty_node_beside_the_parameters_is_no_parameter() -> None:
     expected = ActorProgram(actor).run(Scratch(td))["gear"].log_prob(td["gear"])
     td["params", "gear", "left"] = TensorDict({}, [5])
     assert_close(ActorProgram(actor).run(Scratch(td))["gear"].log_prob(td["gear"]), expected)
+
+
+class Gate(nn.Module):
+    """Logits of an observation, of allowed classes only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).masked_fill(~allowed, -1e9)
+
+
+class Own(TensorDictModule):
+    """A module that is called with a TensorDict."""
+
+    def forward(self, td):
+        return super().forward(td)
+
+
+@pytest.mark.parametrize("kind", ["plain", "own", "hooked", "distribution"])
+def test_a_missing_second_input_is_named(kind):
+    """An action mask that the data lack is named, with what is there and the fix."""
+    masked, cls = (["observation", "allowed"], Own if kind == "own" else TensorDictModule)
+    if kind == "distribution":
+        first = TensorDictModule(nn.Linear(3, 4), ["observation"], ["logits"])
+        keys, dist = {"logits": "logits", "mask": "allowed"}, MaskedCategorical
+    else:
+        first, keys, dist = cls(Gate(), masked, ["logits"]), ["logits"], D.Categorical
+    if kind == "hooked":
+        first.register_forward_hook(lambda *_: None)
+    step = ProbabilisticTensorDictModule(keys, ["action"], distribution_class=dist)
+    program = ActorProgram(ProbabilisticTensorDictSequential(first, step))
+    data = TensorDict({"observation": torch.zeros(2, 3)}, [2])
+    with pytest.raises(MissingKeyError, match=r"'allowed'.*Fix: store it with the batch"):
+        program.run(Scratch(data))

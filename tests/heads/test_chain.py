@@ -316,7 +316,6 @@ def test_columns_of_a_stacked_action() -> None:
     for column, want in ((0, td["gear"]), (1, 2 - td["gear"]), (-1, 2 - td["gear"])):
         head = compile_plan(program.slots, columns={"gear": ("both", column)}).heads[0]
         assert torch.equal(stored_action(td, head), want)
-        assert stored_action(td, head, column=False) is td["both"]
     for column in (2, -3):
         head = compile_plan(program.slots, columns={"gear": ("both", column)}).heads[0]
         with pytest.raises(ConfigError) as caught:
