@@ -18,6 +18,7 @@
 import statistics
 
 import matplotlib.pyplot as plt
+import numpy
 import torch
 from tensordict import TensorDict
 from tensordict.nn import CompositeDistribution, InteractionType, TensorDictModule
@@ -60,7 +61,9 @@ figure, panels = plt.subplots(1, 4, figsize=(13, 3.4), sharey=True, layout="cons
 for panel, name in zip(panels, GEOMETRIES, strict=True):
     field = gradient(name, grid)[:, 0].view(121, 121)
     shown = field.T.where(field.T != 0, float("nan"))
-    image = panel.pcolormesh(axis, axis, shown, vmin=0, vmax=1.8, cmap="viridis", rasterized=True)
+    image = panel.pcolormesh(
+        axis.numpy(), axis.numpy(), shown.numpy(), vmin=0, vmax=1.8, cmap="viridis", rasterized=True
+    )
     panel.set(title=name, xlabel="log-ratio of head 1")
 panels[0].set_ylabel("log-ratio of head 2")
 figure.colorbar(image, ax=panels, label="gradient for head 1")
@@ -178,9 +181,9 @@ figure, panels = plt.subplots(1, 3, figsize=(13, 3.6), sharey=True, layout="cons
 for panel, setting in zip(panels, SETTINGS, strict=True):
     for (where, method), runs in study.items():
         if where == setting:
-            curves = torch.tensor([run["reward"] for run in runs])
+            curves = numpy.array([run["reward"] for run in runs])
             (line,) = panel.plot(curves.mean(0), label=method)
-            error = curves.std(0) / len(SEEDS) ** 0.5
+            error = curves.std(0, ddof=1) / len(SEEDS) ** 0.5
             low, high = curves.mean(0) - error, curves.mean(0) + error
             panel.fill_between(range(16), low, high, color=line.get_color(), alpha=0.2)
     panel.set(title=setting, xlabel="round")

@@ -169,8 +169,8 @@ curves = {
 }
 figure, panel = plt.subplots(figsize=(6, 3.2), layout="constrained")
 for name, each in curves.items():
-    (line,) = panel.plot(each.mean(0), label=name)
-    for curve in each:
+    (line,) = panel.plot(each.mean(0).numpy(), label=name)
+    for curve in each.numpy():
         panel.plot(curve, color=line.get_color(), alpha=0.2, linewidth=0.8)
 panel.set(
     title="five seeds and their mean", xlabel="round", ylabel="reward per step, less the wage"

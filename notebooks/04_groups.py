@@ -6,19 +6,17 @@
 # has its own actor, critic and loss; a `GroupLoss` makes one call and one backward pass of them.
 
 # %%
-from dataclasses import replace
-
 import matplotlib.pyplot as plt
 import torch
 from torchrl.envs.libs.vmas import VmasEnv
 
 from composite_losses.demo.groups import (
-    TASKS,
     collect,
     make_actor,
     make_loss,
     make_policy,
 )
+from composite_losses.demo.settings import Settings
 from composite_losses.demo.training import minibatches
 
 torch.set_num_threads(1)
@@ -32,7 +30,7 @@ plt.rcParams["figure.dpi"] = 80
 # short training shows something.
 
 # %%
-settings = replace(TASKS["vmas_tag"].settings, iterations=30, envs=64, learning_rate=3e-3)
+settings = Settings(iterations=30, envs=64, learning_rate=3e-3)
 
 
 def make_env(seed: int) -> VmasEnv:
@@ -143,7 +141,7 @@ data = collect(make_env(100), settings, policy)
 most = (data["next", "agent", "reward"] < -5).sum((1, 2, 3)).argmax()
 figure, panel = plt.subplots(figsize=(4.5, 4.5), layout="constrained")
 for group, color in (("adversary", "tab:red"), ("agent", "tab:green")):
-    path = data[group, "observation"][most, ..., 2:4]  # [T, A, 2]; the first two are the velocity
+    path = data[group, "observation"][most, ..., 2:4].numpy()  # [T, A, 2]; before it: the velocity
     for agent in range(path.shape[1]):
         x, y = path[:, agent].T
         panel.plot(x, y, color=color, label=group if agent == 0 else None)

@@ -77,7 +77,7 @@ figure, panel = plt.subplots(figsize=(6, 3), layout="constrained")
 for i, (name, values) in enumerate(spent.items()):
     panel.bar([k + 0.35 * i for k in range(len(batches))], values, width=0.35, label=name)
 panel.set_xticks([k + 0.175 for k in range(len(batches))], [f"batch {b}" for b in batches])
-panel.set(ylabel="ms", title=f"forward and backward, {A} agents, one CPU core")
+panel.set(yscale="log", ylabel="ms", title=f"forward and backward, {A} agents, one CPU core")
 panel.legend()
 plt.show()
 print({name: [round(value, 2) for value in values] for name, values in spent.items()})
