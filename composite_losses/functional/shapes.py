@@ -11,8 +11,8 @@ def require_same_shape(**tensors: Tensor) -> None:
     Raises:
         ShapeError: with every name and shape, so that no operand is broadcast silently.
     """
-    shapes = [tensor.shape for tensor in tensors.values()]
-    if any(shape != shapes[0] for shape in shapes):
+    first, *others = tensors.values()
+    if any(tensor.shape != first.shape for tensor in others):
         found = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise ShapeError(f"shapes must be equal, found {found}")
 

@@ -128,4 +128,4 @@ class CategoricalTerms(Terms):
 def _padded(x: Tensor, classes: int, value: float) -> Tensor:
     """Returns ``x [..., n]`` widened to ``[..., classes]``."""
     missing = classes - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, missing), value=value) if missing else x
+    return torch.constant_pad_nd(x, (0, missing), value) if missing else x

@@ -83,7 +83,7 @@ def walk(node: object, parts: Path) -> object | None:
     for part in parts:
         if type(node) is TensorDict:
             node = cast(Any, node)._get_str(part, None)
-        elif is_tensor_collection(node):
+        elif isinstance(node, TensorDictBase) or is_tensor_collection(node):
             node = cast(TensorDictBase, node).get(part, None)
         else:
             return None
@@ -92,7 +92,7 @@ def walk(node: object, parts: Path) -> object | None:
 
 def items(node: object) -> dict[str, Any] | None:
     """Returns the entries of a nested TensorDict by name, or None where it is none or empty."""
-    if node is None or not is_tensor_collection(node):
+    if node is None or not (isinstance(node, TensorDictBase) or is_tensor_collection(node)):
         return None
     return dict(cast(TensorDictBase, node).items()) or None
 

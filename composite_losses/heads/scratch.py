@@ -50,9 +50,9 @@ class Scratch:
 
     def get(self, key: NestedKey) -> Any:
         """Returns the entry under ``key``, or None."""
-        parts = path(key)
-        if parts[0] not in self._touched:
+        if (key if isinstance(key, str) else path(key)[0]) not in self._touched:
             return read(self._td, key)
+        parts = path(key)
         for k in range(len(parts), 0, -1):
             if parts[:k] in self._written:
                 return walk(self._written[parts[:k]], parts[k:])

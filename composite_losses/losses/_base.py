@@ -27,14 +27,23 @@ from composite_losses.losses._keys import AcceptedKeys, Keys
 from composite_losses.losses._networks import Networks, draws_random
 from composite_losses.losses._options import scalar
 from composite_losses.losses._policy import PolicySide
-from composite_losses.losses._torchrl import LossModule, ValueEstimators
+from composite_losses.losses._torchrl import LossMeta, LossModule, ValueEstimators
 from composite_losses.losses._value import ValueSide
 from composite_losses.losses.parts import EntropyTerm, ValueTerm
 from composite_losses.losses.samples import Samples
 from composite_losses.losses.surrogates import Surrogate
 
 
-class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection, LossModule):
+class BaseLoss(
+    Networks,
+    Keys,
+    AdvantageSide,
+    PolicySide,
+    ValueSide,
+    Inspection,
+    LossModule,
+    metaclass=LossMeta,
+):
     """The forward template over parts; abstract."""
 
     _AcceptedKeys = AcceptedKeys
@@ -168,7 +177,8 @@ class BaseLoss(Networks, Keys, AdvantageSide, PolicySide, ValueSide, Inspection,
             GraphError: a stored entry requires grad.
             NonFiniteError, ConfigError: under ``validate=True``, what the stored values show.
         """
-        if is_tensor_collection(tensordict) and not args and not kwargs:
+        known = isinstance(tensordict, TensorDictBase) or is_tensor_collection(tensordict)
+        if known and not args and not kwargs:
             return self._outputs(tensordict)
         first = () if tensordict is None else (tensordict,)
         return self._dispatched(*first, *args, **kwargs)

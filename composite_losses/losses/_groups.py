@@ -130,7 +130,8 @@ class Groups(LossModule):
         Raises:
             MissingKeyError: a group has no entry in the data and ``missing`` is "error".
         """
-        if is_tensor_collection(tensordict) and not args and not kwargs:
+        known = isinstance(tensordict, TensorDictBase) or is_tensor_collection(tensordict)
+        if known and not args and not kwargs:
             return self._outputs(tensordict)
         first = () if tensordict is None else (tensordict,)
         return self._dispatched(*first, *args, **kwargs)

@@ -68,6 +68,8 @@ class Held:
         self.same = self.pairs is not None and all(
             own.get(name) is node._get_str(name, None) for own, node, name in self.pairs
         )
+        if not self.same:
+            self.pairs = None  # for good: the network's tensors may be of another device
         return self.same
 
 
@@ -126,7 +128,8 @@ class Networks(Mixin):
             else []
         )
         self._critic_calls = [] if critic is None else list(calls(critic))
-        self._held: dict[int, Held] = {}
+        self._held: dict[str, Held] = {}
+        self._hold()
 
     @property
     def functional(self) -> bool:
@@ -148,13 +151,23 @@ class Networks(Mixin):
         trainable = [p for p in self._shared if p.requires_grad]
         return frozen(trainable) if trainable else contextlib.nullcontext()
 
+    def _hold(self) -> None:
+        """Looks whether the networks hold the functional parameters; a compiled call goes by it."""
+        for name in ("actor_network", "critic_network"):
+            params = self._modules.get(f"{name}_params")
+            if isinstance(params, TensorDictParams):
+                self._holds(getattr(self, name), params)
+
     def _holds(self, network: nn.Module, params: TensorDictParams) -> bool:
         """Returns whether the network's own parameters are the given ones: no need to swap them."""
-        held = self._held.get(id(network))
+        name = "actor_network" if network is self.actor_network else "critic_network"
+        if params is not self._modules.get(f"{name}_params"):
+            return False
+        held = self._held.get(name)
         if torch.compiler.is_compiling():
             return held is not None and held.params is params and held.same
         if held is None or held.params is not params or held.tree is not params._param_td:
-            held = self._held[id(network)] = Held(network, params)
+            held = self._held[name] = Held(network, params)
         return held.look()
 
     @property
@@ -187,6 +200,7 @@ class Networks(Mixin):
         for tree in trees.values():
             _convert(tree, fn, replaced)
         self._modules.update(trees)
+        self._hold()
         return self
 
 

@@ -90,6 +90,19 @@ LossModule: Any = (
 )
 
 
+class LossMeta(type(LossModule)):  # type: ignore[misc]
+    """TorchRL's metaclass, which wraps ``forward`` anew in every class that inherits it.
+
+    The contexts of one wrapper are enough.
+    """
+
+    def __init__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> None:
+        """Leaves a class that has no ``forward`` of its own its parent's."""
+        super().__init__(name, bases, attributes)
+        if "forward" not in attributes and any(isinstance(base, LossMeta) for base in bases):
+            del cls.forward
+
+
 def swapped(params: TensorDictParams, network: nn.Module) -> Any:
     """Returns a context in which the network holds the given parameters."""
     return params.to_module(network, **SWAP)
@@ -229,6 +242,7 @@ __all__ = [
     "ESTIMATORS",
     "MULTI_AGENT_GAE",
     "ExplorationType",
+    "LossMeta",
     "LossModule",
     "Mixin",
     "ValueEstimatorBase",

@@ -100,18 +100,16 @@ class ValueSide(Mixin):
         expected = value.shape if frame is None else torch.Size((*frame.sample, 1))
         if self.team_value and frame is not None and target.shape == (*frame.root, 1):
             expected = target.shape
-        entries = [
-            (f"critic output {names.value!r}", value),
-            (f"value target {names.value_target!r}", target),
-        ]
-        if old is not None:
-            entries.append((f"old value {names.value!r}", old))
-        for what, tensor in entries:
-            if tensor.shape != expected:
+        for what, key, tensor in (
+            ("critic output", names.value, value),
+            ("value target", names.value_target, target),
+            ("old value", names.value, old),
+        ):
+            if tensor is not None and tensor.shape != expected:
                 raise ShapeError(
-                    f"{what}: expected shape {shown(expected)} (one value per sample), found "
-                    f"{shown(tensor.shape)}. Nothing is broadcast: give the critic's output and "
-                    "the target the advantage's shape [*S, 1]."
+                    f"{what} {key!r}: expected shape {shown(expected)} (one value per sample), "
+                    f"found {shown(tensor.shape)}. Nothing is broadcast: give the critic's output "
+                    "and the target the advantage's shape [*S, 1]."
                 )
 
     def _explained(self, value: Tensor, target: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -193,7 +193,7 @@ class EntropyTerm(nn.Module):
         A buffer that was written or replaced by other means counts as not 0: to read it back
         would wait for the device.
         """
-        return self._off and self._known
+        return self._known and self._off
 
     @property
     def _known(self) -> bool:
