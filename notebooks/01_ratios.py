@@ -225,23 +225,26 @@ def gain(setting: str, method: str, other: str, what: str = "reward") -> float:
 for setting in SETTINGS:
     # of rows with the joint ratio, of pairs (row, head) with per_head
     assert gain(setting, "joint", "per_head", "clipped") > 3
-    assert gain(setting, "per_head", "joint", "kl") > 2
+    for method in ("per_head", "leafwise", "mixed"):
+        assert gain(setting, method, "joint", "kl") > 1
 for setting in ("apart, small steps", "chain, small steps"):
     for method in ("per_head", "leafwise", "mixed"):
         assert gain(setting, method, "joint") > 2
 assert last["chain, large steps", "joint"] > last["chain, large steps", "per_head"] + 0.02
-assert gain("apart, small steps", "own advantage", "per_head") > 3
+for method in METHODS:
+    assert gain("apart, small steps", "own advantage", method) > 3
 
 # %% [markdown]
 # What it says:
 #
-# * The **joint** ratio of many heads leaves the interval early: half of the rows and more stop
-#   learning, for all heads, and the policy moves least per round. With small steps that costs
+# * The **joint** ratio of many heads leaves the interval early, in about half of the rows and
+#   more, and then stops all heads: the policy moves least per round. With small steps that costs
 #   speed, on both tasks; with large steps it is what keeps the policy from moving too far at once.
-# * **Per head** stops a fifth to a third of the pairs (row, head) and lets the policy move
-#   furthest: faster with small steps; with large ones, where the heads interact, it ends behind.
-# * *Leafwise* and *mixed* move a little less far than *per head*. Both learn at least as fast where
-#   the heads interact.
+# * **Per head**, a fifth to a third of the pairs (row, head) are outside, and only those stop. The
+#   policy moves further: faster with small steps; with large ones, where the heads interact, it
+#   ends behind.
+# * *Leafwise* and *mixed* also move further than *joint*, and with small steps are faster on both
+#   tasks. Between these two and *per head*, five seeds show no clear order.
 # * Where the reward separates by head, an **advantage per head** (a TensorDict under `"advantage"`)
 #   is worth more than any choice of ratio: no head is blamed for another.
 #

@@ -158,12 +158,12 @@ assert "clipped after it was sampled" in " ".join(reports["clipped"].reasons)
 assert reports["clipped"].max_abs_log_ratio["gear"] < 1e-5  # only `move` is concerned
 
 # %% [markdown]
-# **The action mask of another step.** The mask that is stored is that of the next observation. It
-# forbids actions that were taken.
+# **The action mask of another step.** Each row holds the mask of the row after it, as when masks
+# are read after the environment's step. It forbids actions that were taken.
 
 # %%
 late = data.clone()
-late["allowed"] = late["allowed"].roll(1, 0)
+late["allowed"] = late["allowed"].roll(-1, 0)
 reports["mask of the next step"] = diagnose(loss, late)
 print(*reports["mask of the next step"].reasons, sep="\n")
 assert "its action mask forbids" in reports["mask of the next step"].reasons[0]
@@ -191,8 +191,9 @@ assert "weights have moved" in reason and "action mask" in reason
 # %% [markdown]
 # ## What it costs
 #
-# The log-ratios of all rows before any update. With ε = 0.2 everything outside the dashed lines is
-# clipped or pushed the wrong way, though the policy has not moved at all.
+# The log-ratios of all rows before any update, by head. The titles say how many of the joint ratios
+# are outside the interval for ε = 0.2 (dashed): they count as moved too far, though no weight has
+# moved.
 
 # %%
 cases = {"dropout": data, "clipped": clipped, "dropped mask": dropped}

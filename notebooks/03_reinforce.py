@@ -110,7 +110,7 @@ def gradient(loss: ReinforceLoss, data: TensorDict) -> torch.Tensor:
     return -torch.cat([each.flatten() for each in found])
 
 
-batches = [collect(actor, 32) for _ in range(150)]
+batches = [collect(actor, 32) for _ in range(250)]
 stored = torch.stack([gradient(reinforce, batch) for batch in batches])
 fresh = torch.stack([gradient(reinforce, resampled(batch, actor)) for batch in batches])
 
@@ -126,7 +126,7 @@ plt.show()
 
 
 # %% [markdown]
-# For every weight, the mean over 150 batches in its standard errors; the root mean square over the
+# For every weight, the mean over 250 batches in its standard errors; the root mean square over the
 # weights is 1 if there is nothing but noise.
 
 

@@ -1,6 +1,7 @@
 """The notebooks run from top to bottom, assert what they claim, show plots and hold no outputs."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from nbclient.exceptions import CellExecutionError
 
 from notebooks.run import SECONDS, SOURCES, executed
+
+CPU_SECONDS = 90  # unlike the time on the clock, the same on a busy machine
 
 named = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 
@@ -23,7 +26,12 @@ def cells(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
 @named
 def test_runs_and_shows_a_plot(source: Path, tmp_path: Path) -> None:
     """In a fresh kernel, in an empty folder, with warnings as errors; the claims are assertions."""
+    before = os.times()
     notebook = executed(source, tmp_path)
+    after = os.times()  # of ended child processes: the kernel and what it started
+    spent = after.children_user - before.children_user
+    spent += after.children_system - before.children_system
+    assert 1 < spent < CPU_SECONDS
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
     assert not [out for out in outputs if out.output_type == "error"]
     assert any("image/png" in out.get("data", {}) for out in outputs)
