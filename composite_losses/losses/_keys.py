@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from torch import nn
 
 from composite_losses.errors import ConfigError
 from composite_losses.heads import ActorProgram, HeadPlan, compile_plan
-from composite_losses.heads.keys import as_key, key_list, path
+from composite_losses.heads.keys import as_key, is_key, key_list, path
 from composite_losses.losses._metrics import Labels
 from composite_losses.losses._torchrl import (
     AUTO_MASK_KEYS,
@@ -57,7 +57,51 @@ class AcceptedKeys:
     factor: NestedKey | None = None
 
 
-class Keys(Mixin):
+class Outputs(Mixin):
+    """Mixin of a loss: the choice of its outputs.
+
+    TensorDict's own takes a call whose data lack an optional entry for one with keyword tensors.
+    """
+
+    _selected_out_keys: list[Any] | None
+
+    def select_out_keys(self, *out_keys: str) -> Any:
+        """Makes calls return these outputs alone; returns the loss.
+
+        Raises:
+            ConfigError: a name that is not among ``out_keys``.
+        """
+        for key in out_keys:
+            if key not in self.out_keys:
+                raise ConfigError(
+                    f"select_out_keys: unknown output {key!r}; the outputs are "
+                    f"{', '.join(map(repr, self.out_keys))}."
+                )
+        self.out_keys = list(out_keys)
+        if only_selected not in self._forward_hooks.values():
+            self.register_forward_hook(only_selected)
+        return self
+
+    def reset_out_keys(self) -> Any:
+        """Makes calls return every output again; returns the loss."""
+        self.out_keys = None
+        for number, hook in list(self._forward_hooks.items()):
+            if hook is only_selected:
+                del self._forward_hooks[number]
+        return self
+
+    @property
+    def out_keys_source(self) -> list[str]:
+        """Names of all outputs, selected or not."""
+        return list(self._all_out_keys())
+
+
+def only_selected(loss: Any, _: Any, out: Any) -> Any:
+    """Returns the outputs that the loss's user selected; a tuple holds no other ones."""
+    return out.select(*loss.out_keys) if isinstance(out, TensorDictBase) else out
+
+
+class Keys(Outputs):
     """Mixin of a loss: its keys, head plan and value estimator."""
 
     _tensor_keys: Any
@@ -68,6 +112,8 @@ class Keys(Mixin):
     _user_keys: dict[str, Any]
     _selected_in_keys: list[NestedKey] | None
     _shared_keys: dict[str, NestedKey]
+    # the group whose keys a loss over groups has given to this one
+    _group: str | None = None
     actor_network: nn.Module
     critic_network: nn.Module | None
 
@@ -101,15 +147,18 @@ class Keys(Mixin):
                 a composite actor renames nothing.
 
         Raises:
-            ValueError: an unknown name, or a list whose length is not the number of heads.
+            ValueError: an unknown name.
+            ConfigError: what is no key, or a list whose length is not the number of heads. No key
+                is changed then.
         """
-        for name in kwargs:
+        for name, key in kwargs.items():
             if name not in AcceptedKeys.__dataclass_fields__:
                 raise ValueError(
                     f"{name} is not an accepted tensordict key. Accepted keys are: "
                     f"{', '.join(AcceptedKeys.__dataclass_fields__)}."
                 )
-        previous, user = replace(self._tensor_keys), dict(self._user_keys)
+            _check_key(name, key)
+        previous = self._keys_state()
         super().set_keys(**kwargs)
         for name in ("action", "sample_log_prob"):
             if name in kwargs:
@@ -126,9 +175,18 @@ class Keys(Mixin):
             self._compile_plan()
             self._head_active_keys()
         except ConfigError:
-            self._tensor_keys, self._user_keys = previous, user
-            self._compile_plan()
+            self._restore_keys(previous)
             raise
+        self._forward_value_estimator_keys()
+
+    def _keys_state(self) -> tuple[AcceptedKeys, dict[str, Any], dict[str, NestedKey]]:
+        """Returns what ``_restore_keys`` goes back to."""
+        return replace(self._tensor_keys), dict(self._user_keys), dict(self._shared_keys)
+
+    def _restore_keys(self, state: tuple[Any, dict[str, Any], dict[str, NestedKey]]) -> None:
+        """Sets the keys back to what they were."""
+        self._tensor_keys, self._user_keys, self._shared_keys = state
+        self._compile_plan()
         self._forward_value_estimator_keys()
 
     def _head_active_keys(self) -> dict[int, NestedKey]:
@@ -228,3 +286,27 @@ class Keys(Mixin):
         """Passes the keys on to the value estimator, if there is one."""
         if self._value_estimator is not None:
             self._value_estimator.set_keys(**self._estimator_keys())
+
+
+def _one_key(value: Any) -> bool:
+    """Returns whether a value is one key, a configuration's list of strings included."""
+    listed = isinstance(value, Sequence) and bool(value) and all(isinstance(x, str) for x in value)
+    return is_key(value) or (listed and not isinstance(value, bytes))
+
+
+def _check_key(name: str, value: Any) -> None:
+    """Raises ConfigError unless the value can be the key of that name."""
+    expected, fits = "one key: a string or a tuple of strings", value is None or _one_key(value)
+    if name in ("action", "sample_log_prob"):
+        expected += ", or a list with one per head"
+        fits = fits or (isinstance(value, list) and all(map(_one_key, value)))
+    if name == "head_active":
+        expected = "a mapping head name → key"
+        fits = value is None or (
+            isinstance(value, Mapping) and all(map(_one_key, value.values()))
+        )
+    if not fits:
+        raise ConfigError(
+            f"set_keys({name}=...): expected {expected} (None restores the default), "
+            f"found {value!r}."
+        )

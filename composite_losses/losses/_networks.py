@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from composite_losses.errors import ConfigError
 from composite_losses.heads.keys import as_key, path
@@ -185,6 +187,20 @@ class Networks(Mixin):
                 network.train(mode)
         return self
 
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        """Returns a copy in which what shares memory here shares it, also with the networks.
+
+        ``TensorDict.__deepcopy__`` copies every parameter tree by itself.
+        """
+        for module in self.modules():
+            if isinstance(module, TensorDictParams) and id(module) not in memo:
+                _copied_tree(module, memo)
+        memo[id(self._held)] = {}
+        out = memo[id(self)] = type(self).__new__(type(self))
+        out.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        out._hold()
+        return out
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Applies a conversion to every tensor, and to what the functional forward reads.
 
@@ -202,6 +218,41 @@ class Networks(Mixin):
         self._modules.update(trees)
         self._hold()
         return self
+
+
+def _copied_tree(tree: TensorDictParams, memo: dict[Any, Any]) -> None:
+    """Puts a deep copy of a parameter tree into the memo, its tensors by way of the memo."""
+    inner = tree._param_td
+    fresh = inner.apply(lambda value: _copied(value, memo), filter_empty=False)
+    if inner.is_locked:
+        fresh.lock_()
+    memo[id(inner)] = fresh
+    out = memo[id(tree)] = type(tree).__new__(type(tree))
+    out.__setstate__(copy.deepcopy(tree.__getstate__(), memo))
+
+
+def _copied(value: Tensor, memo: dict[Any, Any]) -> Tensor:
+    """Returns the copy of a tree's tensor, once for all trees and networks that have it."""
+    if id(value) in memo:
+        return cast(Tensor, memo[id(value)])
+    lazy = is_lazy(value)
+    place = None if lazy or not value.data_ptr() else (value.data_ptr(), *value.shape)
+    # under separate losses a tree has a detached alias of a parameter
+    twins: dict[Any, Tensor] = memo.setdefault("places of parameters", {})
+    twin = twins.get(place)
+    if twin is not None:
+        out = twin.detach()
+        if isinstance(value, nn.Parameter):
+            out = nn.Parameter(out, requires_grad=value.requires_grad)
+    elif value.is_leaf:
+        out = copy.deepcopy(value, memo)
+    else:
+        out = value.detach().clone()
+    out.__dict__.update(copy.deepcopy(value.__dict__, memo))
+    memo[id(value)] = out
+    if place is not None:
+        twins.setdefault(place, out)
+    return out
 
 
 def _convert(

@@ -14,7 +14,8 @@ from composite_losses.errors import MissingKeyError, ShapeError
 from composite_losses.heads import Behaviour, Scratch, Terms, find
 from composite_losses.heads.blocks import Block, blocks, divergences, log_probs
 from composite_losses.heads.chain import stored_action
-from composite_losses.heads.keys import read, read_tensor
+from composite_losses.heads.keys import path, read, read_tensor
+from composite_losses.heads.plan import Head
 from composite_losses.heads.shapes import fit_action, per_sample, shown
 from composite_losses.heads.terms import in_float32
 from composite_losses.losses._checks import check_actions, check_behaviour, check_policy
@@ -67,7 +68,10 @@ class PolicySide(Mixin):
         actions = self._actions(original, terms)
         if self.validate:
             check_actions(self._plan, frame, terms, actions, active)
-        parts = blocks(terms, len(frame.sample))
+        n = len(frame.sample)
+        if n == frame.root_ndim and any(len(term.batch_shape) > n for term in terms):
+            self._refuse_agents(original, frame, terms)
+        parts = blocks(terms, n)
         parameters = self._blended_parameters(original, td, frame, active)
         behaviour = None
         if surrogate.uses_ratio:
@@ -109,6 +113,36 @@ class PolicySide(Mixin):
         if surrogate.uses_kl:
             samples.kl = self._kl(original, parameters, prox_terms, parts, frame, samples)
         return samples, parts
+
+    def _refuse_agents(self, td: TensorDictBase, frame: Frame, terms: list[Terms]) -> None:
+        """Raises ShapeError where the dims that a short advantage leaves over are agents."""
+        key, n = self.tensor_keys.advantage, len(frame.sample)
+        for head, term in zip(self._plan.heads, terms, strict=True):
+            batch = term.batch_shape
+            if len(batch) == n or not (self.team_value or self._sees_agents(td, head, batch, n)):
+                continue
+            raise ShapeError(
+                f"advantage {key!r}: there are samples {shown(frame.sample)}, but head "
+                f"{head.name!r} has agents, log-probs {shown(batch)}; agents are never summed. "
+                f"Give the group's TensorDict the batch size {shown(batch[: n + 1])} and the "
+                f"advantage the shape {shown((*batch[: n + 1], 1))}. If these dims are one "
+                "action's, make its distribution Independent."
+            )
+
+    def _sees_agents(self, td: TensorDictBase, head: Head, batch: torch.Size, n: int) -> bool:
+        """Returns whether the actor's input, beside the action, has rows for dim ``n`` of it."""
+        group, *rest = path(head.action)
+        if not rest:
+            return False
+        parameters = self._program.parameter_keys
+        for key in self._program.input_keys:
+            parts = path(key)
+            if len(parts) < 2 or parts[0] != group or key in parameters:
+                continue
+            value = read_tensor(td, key)
+            if value is not None and value.ndim > n + 1 and value.shape[: n + 1] == batch[: n + 1]:
+                return True
+        return False
 
     def _blended_parameters(
         self,
@@ -329,13 +363,19 @@ class PolicySide(Mixin):
         fresh_target: Tensor | None,
     ) -> Tensor:
         """Returns one advantage entry, ``[*S, 1]``."""
+        if not advantage.is_floating_point():
+            advantage = advantage.to(torch.get_default_dtype())
         advantage = F.fill(advantage, mask)
         if self.advantage is not None:
             if fresh_target is not None and frame.mask is not None and self.training:
                 # exempt from the rule against boolean indexing: a normaliser sees valid rows only
                 fresh_target = fresh_target[frame.mask]
             advantage = self.advantage(
-                advantage, mask, root_ndim=frame.root_ndim, fresh_target=fresh_target
+                advantage,
+                mask,
+                root_ndim=frame.root_ndim,
+                fresh_target=fresh_target,
+                in_group=len(path(self.tensor_keys.advantage)) > 1 or bool(self._shared_keys),
             )
         return advantage
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from composite_losses import functional as F
 from composite_losses.errors import GraphError, MissingKeyError, ShapeError
-from composite_losses.heads.keys import listing, read, read_tensor
+from composite_losses.heads.keys import key_list, listing, read, read_tensor
 from composite_losses.heads.scratch import Scratch
 from composite_losses.heads.shapes import shown
 from composite_losses.losses._frame import Frame
@@ -78,11 +78,12 @@ class ValueSide(Mixin):
             for call in self._critic_calls:
                 call(td)
         value = read_tensor(td, names.value)
-        if value is None:
-            raise MissingKeyError(
-                f"the key {names.value} was not found in the critic output tensordict. Make sure "
-                f"that the 'value_key' passed to {self.label} is accurate: set_keys(value=...)."
-            )
+        if value is None or (
+            names.value not in critic.out_keys and value is read_tensor(original, names.value)
+        ):
+            raise self._not_written()
+        if not target.is_floating_point():
+            target = target.to(value.dtype)
         mask = None if frame is None else frame.mask
         if self.team_value and frame is not None:
             value, old, mask = _as_team(value, target, old, frame)
@@ -91,6 +92,24 @@ class ValueSide(Mixin):
         old = None if old is None else F.fill(old, mask)
         error, clipped = term(value, target, old, mask)
         return F.fill(error, mask), clipped, value, target, mask
+
+    def _not_written(self) -> MissingKeyError:
+        """Returns the error of a critic that does not write the value's key."""
+        key, critic = self.tensor_keys.value, self.critic_network
+        written = key_list(list(getattr(critic, "out_keys", ())))
+        own = f"{self._group!r}, " if self._group else ""
+        name = repr(written[0]) if len(written) == 1 else "..."
+        return MissingKeyError(
+            f"the key {key} was not found in the critic output tensordict. Make sure that the "
+            f"'value_key' passed to {self.label} is accurate: the value key is {key!r}, the critic "
+            f"writes {', '.join(map(repr, written)) or 'nothing'}. Fix: "
+            f"set_keys({own}value={name}), or give the critic the out_key {key!r}."
+        )
+
+    @property
+    def _group(self) -> str | None:
+        """The group of a member of a loss over groups, where its keys tell."""
+        return path(self.tensor_keys.advantage)[0] if self._shared_keys else None
 
     def _check_value_shapes(
         self, value: Tensor, target: Tensor, old: Tensor | None, frame: Frame | None

@@ -223,8 +223,9 @@ class AdvantageNorm(nn.Module):
     Args:
         per_agent: separate statistics per dim of ``S`` beyond the root batch (per agent).
         exclude_dims: further dims of the advantage ``[*S, 1]`` that keep separate statistics.
-        pool_all: whether the statistics are the whole batch's where ``exclude_dims`` are all dims
-            of ``S`` (data without agents, for a loss that excludes the agent dim).
+        pool_all: whether the statistics are the whole batch's where there is no agent dim to
+            exclude: in a group, where ``S`` has no dim beyond the root batch, elsewhere where
+            ``exclude_dims`` are all dims of ``S``.
     """
 
     def __init__(
@@ -247,10 +248,11 @@ class AdvantageNorm(nn.Module):
         *,
         root_ndim: int,
         fresh_target: Tensor | None = None,
+        in_group: bool = False,
     ) -> Tensor:
         """Returns the standardised advantage ``[*S, 1]``; 0 where masked."""
         kept = self.exclude_dims
-        if self.pool_all and advantage.ndim - 1 <= len(kept):
+        if self.pool_all and advantage.ndim - 1 <= (root_ndim if in_group else len(kept)):
             kept = ()
         if self.per_agent:
             named = {dim % advantage.ndim for dim in kept}
@@ -278,6 +280,7 @@ class AdvantageScale(nn.Module):
         *,
         root_ndim: int,
         fresh_target: Tensor | None = None,
+        in_group: bool = False,
     ) -> Tensor:
         """Returns the scaled advantage ``[*S, 1]``."""
         if fresh_target is not None and self.training:

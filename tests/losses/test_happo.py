@@ -309,3 +309,67 @@ def test_dead_agents_count_as_one() -> None:
     learn(loss, "a", 0.6, 0.2, 0.2)
     loss.update_factor(td, "a")
     assert_close(td["b", "happo_factor"][..., 0, 0], [1.2, 1.44])
+
+
+# --- groups that are not there -------------------------------------------------------------------
+
+
+def test_absent_group_under_skip() -> None:
+    """b is not in the data: it has no ratio, no factor is written for it, and it is not in the
+    order; a's factor is what it was. The draw is that of all groups, b left out."""
+    loss, td = coins(missing="skip")
+    less = td.exclude("b")
+    assert loss.reset_factor(less) is less and "b" not in less
+    learn(loss, "a", 0.6, 0.2, 0.2)
+    learn(loss, "b", 0.4, 0.3, 0.3)
+    before = less.clone()
+    assert loss.update_factor(less, "b") is less
+    assert loss.update_factor(less, "a") is less
+    assert set(less.keys(True, True)) == set(before.keys(True, True))
+    assert (less == before).all()
+    loss.update_factor(less, "b", agent=7)
+    assert loss.update_order(less) == ["a"] and loss.update_order(td) == ["a", "b"]
+    assert loss.update_order() == ["a", "b"]
+    loss.order = "random"
+    orders = []
+    for data in ((), (less,), (td,)):
+        torch.manual_seed(5)
+        orders.append([loss.update_order(*data) for _ in range(9)])
+    assert orders[0] == orders[2]
+    assert orders[1] == [["a"]] * 9
+
+
+def test_absent_group_under_error() -> None:
+    """The error names the group, as a call's does; no factor is written."""
+    loss, td = coins()
+    less = td.exclude("b")
+    before = less.clone()
+    for call in (
+        loss,
+        loss.reset_factor,
+        loss.update_order,
+        lambda data: loss.update_factor(data, "b"),
+        lambda data: loss.update_factor(data, "a"),
+    ):
+        with pytest.raises(MissingKeyError, match="group 'b': the data hold no entry of it"):
+            call(less)
+    assert set(less.keys(True, True)) == set(before.keys(True, True))
+
+
+@pytest.mark.parametrize("absent", ["hunter", "prey"])
+def test_a_sequence_of_updates_without_a_group(absent: str) -> None:
+    """The loop of the class's docstring on data without a group: the other one is updated as in
+    the whole data, the absent one keeps its weights."""
+    loss = group_loss(TWO, cl.HAPPOLoss, missing="skip")
+    td = make_data(TWO).exclude(absent, ("next", absent))
+    before = copy.deepcopy(loss.state_dict())
+    loss.reset_factor(td)
+    for group in loss.update_order(td):
+        member = loss.losses[group]
+        optimiser = torch.optim.SGD(member.parameters(), lr=0.1)
+        bg.total(member(td)).backward()
+        optimiser.step()
+        loss.update_factor(td, group)
+    for name, p in loss.named_parameters():
+        assert torch.equal(p, before[name]) == name.startswith(f"group_{absent}"), name
+    assert absent not in td
