@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composite_losses.errors import ConfigError, MissingKeyError, ShapeError
 from composite_losses.heads.keys import (
+    Path,
     as_key,
     holder_batch,
     key_list,
@@ -67,6 +68,14 @@ class AdvantageSide(Mixin):
     def _longer_sample(self, td: Scratch) -> torch.Size:
         """Returns the sample shape of a group whose TensorDict does not tell its agents apart."""
         root, names = td.batch_size, self.tensor_keys
+        if self.team_value:
+            # a team's value does not show them, the policy does
+            with torch.no_grad(), loss_context(self):
+                terms = self._run_actor(Scratch(td.tensordict().copy()))
+            for term in terms:
+                if len(term.batch_shape) > len(root):
+                    return term.batch_shape[: len(root) + 1]
+            return root
         for key in (names.value, ("next", *path(names.reward))):
             value = read_tensor(td, as_key(path(key)))
             if value is None or value.ndim < 2 or value.shape[-1] != 1:
@@ -111,42 +120,73 @@ class AdvantageSide(Mixin):
         A group without an entry of its own takes the root's. What has the root's batch shape is
         expanded over the agents, decided by shapes, so that B = T = A changes nothing.
         """
+        if self.critic_network is None and not self._return_keys():
+            raise MissingKeyError(
+                f"advantage {self.tensor_keys.advantage!r} not found, and without a critic network "
+                f"it cannot be computed. Keys present: {listing(td)}."
+            )
         if self.team_value:
             self._open_groups(td)
-        root, sample = td.batch_size, frame.sample
-        wanted = (*root, 1) if self.team_value else (*sample, 1)
+        found: list[tuple[Path, Tensor]] = []
         for name in ("reward", "done", "terminated"):
-            key = as_key(("next", *path(getattr(self.tensor_keys, name))))
-            value = read_tensor(td, key)
+            parts = ("next", *path(getattr(self.tensor_keys, name)))
+            source, value = as_key(parts), read_tensor(td, as_key(parts))
             if value is None and name in self._shared_keys:
-                value = read_tensor(td, as_key(("next", *path(self._shared_keys[name]))))
-            if value is None:
-                continue
-            if value.shape == wanted:
-                td.set(key, value)
-            elif value.shape == (*root, 1):
-                extra = (1,) * (len(sample) - len(root))
-                td.set(key, value.reshape(*root, *extra, 1).expand(*sample, 1))
-            elif self.team_value and name != "reward" and value.shape == (*sample, 1):
-                td.set(key, value.flatten(len(root)).all(-1, keepdim=True))
-            elif self.team_value:
-                raise ShapeError(
-                    f"{key!r}: team_value=True needs the team's {name}, {shown(wanted)}, found "
-                    f"{shown(value.shape)}. Name it with set_keys({name}=...)."
+                source = as_key(("next", *path(self._shared_keys[name])))
+                value = read_tensor(td, source)
+            if value is not None:
+                own = source == as_key(parts)
+                found.append((parts, self._signal(name, source, value, td, frame, own=own)))
+        if self.critic_network is not None:
+            self._check_signals(td, {as_key(parts) for parts, _ in found})
+        td.lay(found)
+
+    def _signal(
+        self, name: str, key: NestedKey, value: Tensor, td: Scratch, frame: Frame, *, own: bool
+    ) -> Tensor:
+        """Returns a reward or an end in the shape that the value estimator expects.
+
+        Raises:
+            ShapeError: it has neither the team's nor the agents' shape.
+        """
+        root, sample = td.batch_size, frame.sample
+        if value.shape == ((*root, 1) if self.team_value else (*sample, 1)):
+            return value
+        if self.team_value:
+            if name != "reward" and value.shape == (*sample, 1):
+                return value.flatten(len(root)).all(-1, keepdim=True)
+            raise ShapeError(
+                f"{key!r}: team_value=True needs the team's {name}, {shown((*root, 1))}, found "
+                f"{shown(value.shape)}. Name it with set_keys({name}=...)."
+            )
+        if value.shape == (*root, 1):
+            extra = (1,) * (len(sample) - len(root))
+            return value.reshape(*root, *extra, 1).expand(*sample, 1)
+        if own and len(sample) == len(root):
+            return value  # the estimator may know more of the samples than the batch size says
+        shapes = " or ".join(dict.fromkeys((shown((*root, 1)), shown((*sample, 1)))))
+        raise ShapeError(
+            f"{key!r}: expected the {name} of shape {shapes}, found {shown(value.shape)}. Give it "
+            f"that shape (its last dim is 1), or name another entry with set_keys({name}=...)."
+        )
+
+    def _check_signals(self, td: Scratch, found: set[NestedKey]) -> None:
+        """Raises MissingKeyError unless all is there that the value estimator reads."""
+        if not self._writes_value():
+            raise self._not_written()
+        used = getattr(self._value_estimator, "tensor_keys", self.tensor_keys)
+        for name in ("reward", "done"):
+            key = as_key(("next", *path(getattr(used, name))))
+            if key not in found and read(td, key) is None:
+                raise MissingKeyError(
+                    f"{name} {key!r}: not found, and the advantage {self.tensor_keys.advantage!r} "
+                    f"cannot be computed without it. Keys present: {listing(td)}. Fix: store it, "
+                    f"or name it with set_keys({name}=...)."
                 )
 
     def _computed_advantage(self, td: Scratch, frame: Frame) -> tuple[Tensor, Tensor | None]:
-        """Returns (advantage, value target) from the value estimator, which writes on the copy.
-
-        Raises:
-            RuntimeError: there is no critic to compute it with.
-        """
+        """Returns (advantage, value target) from the value estimator, which writes on the copy."""
         names = self.tensor_keys
-        if self.critic_network is None:
-            raise MissingKeyError(
-                f"advantage {names.advantage!r} not found, and without a critic network it cannot "
-                f"be computed. Keys present: {listing(td)}."
-            )
         self._estimate(td)
         advantage = td.get(names.advantage).detach()
         root = (*td.batch_size, 1)
@@ -174,20 +214,28 @@ class AdvantageSide(Mixin):
             # a value of one step only is not what an estimator can go by
             td.drop(names.value)
         estimator = self.value_estimator
-        used = getattr(estimator, "tensor_keys", names)
-        for name in ("reward", "done"):
-            key = as_key(("next", *path(getattr(used, name))))
-            if read(td, key) is None:
-                raise MissingKeyError(
-                    f"{name} {key!r}: not found, and the advantage {names.advantage!r} cannot be "
-                    f"computed without it. Keys present: {listing(td)}. Fix: store it, or name it "
-                    f"with set_keys({name}=...)."
-                )
         if self._functional:
             params = self._cached_critic_network_params_detached if params is None else params
             if target_params is None:
                 target_params = self.target_critic_network_params
-        estimator(td.tensordict(), params=params, target_params=target_params)
+        data = td.tensordict()
+        try:
+            estimator(data, params=params, target_params=target_params)
+        except (KeyError, RuntimeError) as error:
+            self._explain(data, error)
+            raise
+
+    def _explain(self, td: TensorDictBase, error: Exception) -> None:
+        """Raises MissingKeyError where an estimator failed for want of what the critic reads."""
+        critic = self.critic_network
+        for key in [] if critic is None else key_list(list(critic.in_keys)):
+            for wanted in (key, as_key(("next", *path(key)))):
+                if read(td, wanted) is None:
+                    raise MissingKeyError(
+                        f"{wanted!r}: not found; the critic reads it for the advantage "
+                        f"{self.tensor_keys.advantage!r}, which the data do not hold. Fix: store "
+                        "one of both."
+                    ) from error
 
     def _open_groups(self, data: Scratch) -> None:
         """Shortens the batch size of groups, in a copy, so that they can hold a team's entries."""
@@ -207,17 +255,20 @@ class AdvantageSide(Mixin):
         self._settle(tensordict)
         names = self.tensor_keys
         td = Scratch(tensordict)
-        td.drop(names.advantage)
         frame = self._frame(td, None)
         self._share_signals(td, frame)
+        td.drop(names.advantage)
         self._neutralise(td, frame, for_advantage=True)
         self._estimate(td, params, target_params)
         out: dict[NestedKey, Tensor] = {}
         for key in (names.advantage, names.value_target):
-            value = td.get(key).detach()
-            extra = len(holder_batch(tensordict, key)) - (value.ndim - 1)
+            value, shape = td.get(key).detach(), holder_batch(tensordict, key)
+            if self.team_value and (key == names.advantage or len(path(key)) > 1):
+                # the group's batch size may not tell its agents apart
+                shape = frame.sample if len(frame.sample) > len(shape) else shape
+            extra = len(shape) - (value.ndim - 1)
             if extra > 0:
-                shape = (*holder_batch(tensordict, key), 1)
-                value = value.reshape(*value.shape[:-1], *(1,) * extra, 1).expand(shape).clone()
+                value = value.reshape(*value.shape[:-1], *(1,) * extra, 1)
+                value = value.expand(*shape, 1).clone()
             out[as_key(path(key))] = value
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase, is_tensor_collection
@@ -15,6 +15,7 @@ from composite_losses.errors import ConfigError, MissingKeyError
 from composite_losses.heads.keys import as_key, listing, path, read
 from composite_losses.heads.terms import in_float32
 from composite_losses.losses._base import BaseLoss, packed
+from composite_losses.losses._keys import Outputs
 from composite_losses.losses._options import scalar
 from composite_losses.losses._torchrl import LossModule
 
@@ -43,19 +44,23 @@ class GroupEstimator:
         Raises:
             MissingKeyError: a group has no entry in the data and ``missing`` is "error".
         """
+        written: dict[NestedKey, Tensor] = {}  # all groups', or none where one fails
         for name, loss in self.groups.losses.items():
             if loss.critic_network is None or self.groups._skips(name, tensordict):
                 continue
-            entries = loss._estimated(
+            written |= loss._estimated(
                 tensordict, (params or {}).get(name), (target_params or {}).get(name)
             )
-            for key, value in entries.items():
-                tensordict.set(key, value)
+        for key, value in written.items():
+            tensordict.set(key, value)
         return tensordict
 
 
-class Groups(LossModule):
+class Groups(Outputs, LossModule):
     """Base of the losses over a map of groups; abstract."""
+
+    # whether every member must have a ratio
+    needs_ratio: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -65,11 +70,10 @@ class Groups(LossModule):
     ) -> None:
         """Registers the members and gives them their groups' keys."""
         super().__init__()
-        _check_members(losses)
-        if missing not in ("error", "skip"):
-            raise ConfigError(f"missing: expected 'error' or 'skip', found {missing!r}.")
         self.missing = missing
+        _check_members(losses, self.needs_ratio)
         self._names = tuple(losses)
+        weights = None if coeff is None else _vector(coeff, self._names)
         # what the losses of an absent group are: a backward pass over nothing else works
         self._zero = torch.zeros((), requires_grad=True)
         self._selected_in_keys: list[NestedKey] | None = None
@@ -77,7 +81,6 @@ class Groups(LossModule):
         for name, loss in losses.items():
             self.add_module(_child(name), loss)
             _adopt(loss, name)
-        weights = None if coeff is None else _vector(coeff, self._names)
         first = next(iter(self.parameters()), None)
         if weights is not None and first is not None:
             weights = weights.to(first.device)
@@ -96,8 +99,26 @@ class Groups(LossModule):
             group_map: the groups: an environment's ``group_map``, or their names.
             make_loss: builds the loss of the group with the given name.
             **options: the constructor's.
+
+        Raises:
+            ConfigError: one string instead of names.
         """
+        if isinstance(group_map, str):
+            raise ConfigError(
+                f"group_map: expected a mapping or a list of group names, found {group_map!r}."
+            )
         return cls({name: make_loss(name) for name in group_map}, **options)
+
+    @property
+    def missing(self) -> str:
+        """What happens where the data hold no entry of a group: "error" or "skip"."""
+        return self._missing
+
+    @missing.setter
+    def missing(self, value: str) -> None:
+        if value not in ("error", "skip"):
+            raise ConfigError(f"missing: expected 'error' or 'skip', found {value!r}.")
+        self._missing = value
 
     @property
     def losses(self) -> Mapping[str, BaseLoss]:
@@ -182,7 +203,7 @@ class Groups(LossModule):
         """
         like = next(iter(member.parameters()), self._zero)
         zero, nan = self._zero.to(like), like.detach().new_full((), float("nan"))
-        out = {key: zero if key.startswith("loss") else nan for key in member._all_out_keys()}
+        out = {key: zero if key.startswith("loss") else nan for key in member.out_keys}
         if not member.sync_counts:
             return out
         trained = [p for p in member.parameters() if p.requires_grad]
@@ -205,22 +226,34 @@ class Groups(LossModule):
             **keys: see the members' ``set_keys``. ``None`` restores the group's default. A reward,
                 done or terminated key other than the default has no entry at the root to fall
                 back to.
+
+        Raises:
+            ValueError, KeyError: as the members'; no group's keys are changed then.
         """
         if group is not None:
             self._set_keys(group, keys)
             return
         if keys.get("action") == "action":
             keys = {name: key for name, key in keys.items() if name != "action"}
-        for name in self._names:
-            own = {k: (name, v) if isinstance(v, str) else v for k, v in keys.items()}
-            self._set_keys(name, own)
+        previous = {name: loss._keys_state() for name, loss in self.losses.items()}
+        try:
+            for name in self._names:
+                own = {k: (name, v) if isinstance(v, str) else v for k, v in keys.items()}
+                self._set_keys(name, own)
+        except Exception:
+            for name, state in previous.items():
+                self._member(name)._restore_keys(state)
+            raise
 
     def _set_keys(self, group: str, keys: Mapping[str, Any]) -> None:
         """Sets keys of one group's loss; None is the group's default where it has its own."""
         member = self._member(group)
         defaults = {name: _default(member, group, name) for name in GROUP_KEYS}
         own = {k: defaults[k] if v is None and k in defaults else v for k, v in keys.items()}
-        member.set_keys(**own)
+        try:
+            member.set_keys(**own)
+        except ConfigError as error:
+            raise ConfigError(f"group {group!r}: {error}") from None
         for name in SHARED_KEYS:
             if name not in own:
                 continue
@@ -239,19 +272,12 @@ class Groups(LossModule):
     def in_keys(self, values: list[NestedKey] | None) -> None:
         self._selected_in_keys = values
 
-    @property
-    def out_keys(self) -> list[str]:
-        """Names of exactly what a call returns: the sums first."""
-        if self._selected_out_keys is not None:
-            return self._selected_out_keys
-        names = {name: loss._all_out_keys() for name, loss in self.losses.items()}
+    def _all_out_keys(self) -> list[str]:
+        """Names of all outputs: the sums first."""
+        names = {name: loss.out_keys for name, loss in self.losses.items()}
         totals = [k for keys in names.values() for k in keys if k.startswith("loss")]
         entries = [f"{name}/{key}" for name, keys in names.items() for key in keys]
         return [*dict.fromkeys(totals), *entries]
-
-    @out_keys.setter
-    def out_keys(self, values: list[str] | None) -> None:
-        self._selected_out_keys = values
 
     @property
     def loss_mask_key(self) -> Any:
@@ -301,10 +327,15 @@ def _child(name: str) -> str:
     return "group_" + name.replace("%", "%25").replace(".", "%2E")
 
 
-def _check_members(losses: Mapping[str, BaseLoss]) -> None:
+def _check_members(losses: Mapping[str, BaseLoss], needs_ratio: bool) -> None:
     """Raises ConfigError unless the members can be summed under their names."""
+    if not isinstance(losses, Mapping):
+        raise ConfigError(
+            f"losses: expected a mapping group name → loss, found {type(losses).__name__}."
+        )
     if not losses:
         raise ConfigError("GroupLoss: expected at least one group, found none.")
+    owners: dict[int, str] = {}
     for name, loss in losses.items():
         if not isinstance(name, str) or name.startswith("loss"):
             raise ConfigError(
@@ -320,10 +351,21 @@ def _check_members(losses: Mapping[str, BaseLoss]) -> None:
                 f"group {name!r}: reduction='none' gives losses of several shapes, which cannot be "
                 "summed; use 'mean' or 'sum'."
             )
+        if needs_ratio and not loss.surrogate.uses_ratio:
+            raise ConfigError(f"group {name!r}: HAPPO needs a loss with a ratio (PPO).")
+        owner = owners.setdefault(id(loss), name if loss._group is None else loss._group)
+        if owner != name:
+            raise ConfigError(
+                f"group {name!r}: the same loss is that of group {owner!r}, and its keys point "
+                "there. Give every group a loss of its own: from_group_map(..., make_loss), or "
+                "copy.deepcopy(loss) before a group has taken it."
+            )
 
 
 def _vector(coeff: Mapping[str, float], names: tuple[str, ...]) -> Tensor:
     """Returns the groups' coefficients in order, 1 where the mapping says nothing."""
+    if not isinstance(coeff, Mapping):
+        raise ConfigError(f"coeff: expected a mapping group name → weight, found {coeff!r}.")
     for name in coeff:
         if name not in names:
             raise ConfigError(
@@ -349,3 +391,4 @@ def _adopt(loss: BaseLoss, group: str) -> None:
         if name in own:
             loss._shared_keys[name] = getattr(defaults, name)
     loss.set_keys(**own)
+    loss._group = group

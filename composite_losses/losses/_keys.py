@@ -65,6 +65,19 @@ class Outputs(Mixin):
 
     _selected_out_keys: list[Any] | None
 
+    @property
+    def out_keys(self) -> list[Any]:
+        """Names of exactly what a call returns."""
+        return self._all_out_keys() if self._selected_out_keys is None else self._selected_out_keys
+
+    @out_keys.setter
+    def out_keys(self, values: list[Any] | None) -> None:
+        self._selected_out_keys = values
+
+    def _all_out_keys(self) -> list[str]:
+        """Names of all outputs."""
+        raise NotImplementedError
+
     def select_out_keys(self, *out_keys: str) -> Any:
         """Makes calls return these outputs alone; returns the loss.
 
@@ -148,8 +161,10 @@ class Keys(Outputs):
 
         Raises:
             ValueError: an unknown name.
-            ConfigError: what is no key, or a list whose length is not the number of heads. No key
-                is changed then.
+            ConfigError: what is no key, or a list whose length is not the number of heads.
+            KeyError: a value that the critic does not write, where there is a value estimator.
+
+        No key is changed where one is refused.
         """
         for name, key in kwargs.items():
             if name not in AcceptedKeys.__dataclass_fields__:
@@ -159,25 +174,30 @@ class Keys(Outputs):
                 )
             _check_key(name, key)
         previous = self._keys_state()
-        super().set_keys(**kwargs)
-        for name in ("action", "sample_log_prob"):
-            if name in kwargs:
-                self._user_keys.pop(name, None)
-                if kwargs[name] is not None:
-                    self._user_keys[name] = kwargs[name]
-        if any(kwargs.get(name, "") is None for name in ("action", "sample_log_prob")):
-            restored = replace(self._tensor_keys)
-            self._adopt_actor_keys()
-            for name in ("action", "sample_log_prob"):
-                if kwargs.get(name, "") is not None:
-                    setattr(self._tensor_keys, name, getattr(restored, name))
         try:
+            super().set_keys(**kwargs)
+            self._keep_user_keys(kwargs)
             self._compile_plan()
             self._head_active_keys()
-        except ConfigError:
+            self._forward_value_estimator_keys()
+        except Exception:
             self._restore_keys(previous)
             raise
-        self._forward_value_estimator_keys()
+
+    def _keep_user_keys(self, given: Mapping[str, Any]) -> None:
+        """Notes which keys of actions and log-probs are the user's, and shows the actor's else."""
+        names = ("action", "sample_log_prob")
+        for name in names:
+            if name in given:
+                self._user_keys.pop(name, None)
+                if given[name] is not None:
+                    self._user_keys[name] = given[name]
+        if any(given.get(name, "") is None for name in names):
+            restored = replace(self._tensor_keys)
+            self._adopt_actor_keys()
+            for name in names:
+                if given.get(name, "") is not None:
+                    setattr(self._tensor_keys, name, getattr(restored, name))
 
     def _keys_state(self) -> tuple[AcceptedKeys, dict[str, Any], dict[str, NestedKey]]:
         """Returns what ``_restore_keys`` goes back to."""
@@ -274,6 +294,8 @@ class Keys(Outputs):
             return super().make_value_estimator(value_type, **hyperparams)
         if "device" not in hyperparams and self._default_device is not None:
             hyperparams["device"] = self._default_device
+        if self.critic_network is not None and not self._writes_value():
+            raise self._not_written()
         build_value_estimator(self, value_type, self._estimator_keys(), **hyperparams)
         return self
 
@@ -291,7 +313,7 @@ class Keys(Outputs):
 def _one_key(value: Any) -> bool:
     """Returns whether a value is one key, a configuration's list of strings included."""
     listed = isinstance(value, Sequence) and bool(value) and all(isinstance(x, str) for x in value)
-    return is_key(value) or (listed and not isinstance(value, bytes))
+    return is_key(value) or listed
 
 
 def _check_key(name: str, value: Any) -> None:
@@ -299,12 +321,10 @@ def _check_key(name: str, value: Any) -> None:
     expected, fits = "one key: a string or a tuple of strings", value is None or _one_key(value)
     if name in ("action", "sample_log_prob"):
         expected += ", or a list with one per head"
-        fits = fits or (isinstance(value, list) and all(map(_one_key, value)))
+        fits = fits or (isinstance(value, Sequence) and all(map(_one_key, value)))
     if name == "head_active":
         expected = "a mapping head name → key"
-        fits = value is None or (
-            isinstance(value, Mapping) and all(map(_one_key, value.values()))
-        )
+        fits = value is None or (isinstance(value, Mapping) and all(map(_one_key, value.values())))
     if not fits:
         raise ConfigError(
             f"set_keys({name}=...): expected {expected} (None restores the default), "

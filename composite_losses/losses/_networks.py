@@ -227,7 +227,8 @@ def _copied_tree(tree: TensorDictParams, memo: dict[Any, Any]) -> None:
     if inner.is_locked:
         fresh.lock_()
     memo[id(inner)] = fresh
-    out = memo[id(tree)] = type(tree).__new__(type(tree))
+    cls: Any = type(tree)
+    out = memo[id(tree)] = cls.__new__(cls)
     out.__setstate__(copy.deepcopy(tree.__getstate__(), memo))
 
 
@@ -235,20 +236,19 @@ def _copied(value: Tensor, memo: dict[Any, Any]) -> Tensor:
     """Returns the copy of a tree's tensor, once for all trees and networks that have it."""
     if id(value) in memo:
         return cast(Tensor, memo[id(value)])
-    lazy = is_lazy(value)
-    place = None if lazy or not value.data_ptr() else (value.data_ptr(), *value.shape)
+    place: Any = None
+    if not is_lazy(value) and value.data_ptr():
+        place = (value.data_ptr(), value.dtype, value.shape, value.stride())
     # under separate losses a tree has a detached alias of a parameter
     twins: dict[Any, Tensor] = memo.setdefault("places of parameters", {})
     twin = twins.get(place)
-    if twin is not None:
-        out = twin.detach()
-        if isinstance(value, nn.Parameter):
-            out = nn.Parameter(out, requires_grad=value.requires_grad)
-    elif value.is_leaf:
+    if twin is None and value.is_leaf:
         out = copy.deepcopy(value, memo)
+    elif isinstance(value, nn.Parameter):
+        out = nn.Parameter(cast(Tensor, twin).detach(), requires_grad=value.requires_grad)
     else:
-        out = value.detach().clone()
-    out.__dict__.update(copy.deepcopy(value.__dict__, memo))
+        out = value.detach().clone() if twin is None else twin.detach()
+        out.__dict__.update(value.__dict__)  # what marks a buffer
     memo[id(value)] = out
     if place is not None:
         twins.setdefault(place, out)

@@ -369,7 +369,10 @@ class PolicySide(Mixin):
         if self.advantage is not None:
             if fresh_target is not None and frame.mask is not None and self.training:
                 # exempt from the rule against boolean indexing: a normaliser sees valid rows only
-                fresh_target = fresh_target[frame.mask]
+                rows = frame.mask
+                if fresh_target.ndim <= rows.ndim:  # a team's
+                    rows = rows.flatten(fresh_target.ndim - 1).any(-1)
+                fresh_target = fresh_target[rows]
             advantage = self.advantage(
                 advantage,
                 mask,

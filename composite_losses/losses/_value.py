@@ -8,7 +8,7 @@ from torch import Tensor
 
 from composite_losses import functional as F
 from composite_losses.errors import GraphError, MissingKeyError, ShapeError
-from composite_losses.heads.keys import key_list, listing, read, read_tensor
+from composite_losses.heads.keys import as_key, key_list, listing, path, read, read_tensor
 from composite_losses.heads.scratch import Scratch
 from composite_losses.heads.shapes import shown
 from composite_losses.losses._frame import Frame
@@ -78,9 +78,8 @@ class ValueSide(Mixin):
             for call in self._critic_calls:
                 call(td)
         value = read_tensor(td, names.value)
-        if value is None or (
-            names.value not in critic.out_keys and value is read_tensor(original, names.value)
-        ):
+        # what the data hold under the key is no output
+        if value is None or (names.value not in critic.out_keys and not self._writes_value()):
             raise self._not_written()
         if not target.is_floating_point():
             target = target.to(value.dtype)
@@ -93,23 +92,22 @@ class ValueSide(Mixin):
         error, clipped = term(value, target, old, mask)
         return F.fill(error, mask), clipped, value, target, mask
 
+    def _writes_value(self) -> bool:
+        """Returns whether the critic declares that it writes the value's key."""
+        return as_key(path(self.tensor_keys.value)) in key_list(list(self.critic_network.out_keys))
+
     def _not_written(self) -> MissingKeyError:
         """Returns the error of a critic that does not write the value's key."""
-        key, critic = self.tensor_keys.value, self.critic_network
-        written = key_list(list(getattr(critic, "out_keys", ())))
-        own = f"{self._group!r}, " if self._group else ""
+        key = as_key(path(self.tensor_keys.value))
+        written = key_list(list(self.critic_network.out_keys))
+        parts = path(key)
+        own = f"{parts[0]!r}, " if self._shared_keys and len(parts) > 1 else ""
         name = repr(written[0]) if len(written) == 1 else "..."
         return MissingKeyError(
-            f"the key {key} was not found in the critic output tensordict. Make sure that the "
-            f"'value_key' passed to {self.label} is accurate: the value key is {key!r}, the critic "
-            f"writes {', '.join(map(repr, written)) or 'nothing'}. Fix: "
-            f"set_keys({own}value={name}), or give the critic the out_key {key!r}."
+            f"the key {key!r} was not found in the critic output tensordict: the critic writes "
+            f"{', '.join(map(repr, written)) or 'nothing'}. Make sure that the 'value_key' passed "
+            f"to {self.label} is accurate: set_keys({own}value={name})."
         )
-
-    @property
-    def _group(self) -> str | None:
-        """The group of a member of a loss over groups, where its keys tell."""
-        return path(self.tensor_keys.advantage)[0] if self._shared_keys else None
 
     def _check_value_shapes(
         self, value: Tensor, target: Tensor, old: Tensor | None, frame: Frame | None

@@ -17,7 +17,8 @@ class GroupLoss(Groups):
     groups that have it, and ``"<group>/<name>"``, unweighted, for everything.
 
     Args:
-        losses: group name → loss; kept as the members, see ``losses``.
+        losses: group name → loss, one of its own for every group; kept as the members, see
+            ``losses``.
         coeff: group name → weight of its losses in the sums, 1 for groups it does not name; kept as
             the buffer ``coeff``, in the order of the groups.
         missing: what happens where the data hold no entry of a group: ``"error"``, or ``"skip"``
@@ -25,7 +26,8 @@ class GroupLoss(Groups):
 
     Raises:
         ConfigError: no group, a group whose name starts with "loss", a member that does not reduce,
-            or an unknown group in ``coeff``.
+            one loss for two groups, a loss that a group of another name has taken, or an unknown
+            group in ``coeff``.
 
     Example:
         >>> loss = GroupLoss.from_group_map(env.group_map, lambda group: MAPPOLoss(*nets[group]))

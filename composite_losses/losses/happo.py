@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -27,7 +27,7 @@ class HAPPOLoss(Groups):
     the loss is ``GroupLoss``. The factor is the entry ``set_keys(group, factor=...)`` of the data,
     by default ``(group, "happo_factor")``, 1 where it is absent::
 
-        for group in loss.update_order():
+        for group in loss.update_order(data):
             for _ in range(epochs):
                 step(loss.losses[group](data))
             loss.update_factor(data, group)
@@ -37,11 +37,14 @@ class HAPPOLoss(Groups):
         order: ``"random"`` draws a new order at every ``update_order()``, ``"fixed"`` keeps that of
             ``losses``.
         coeff: group name → weight of its losses in the sums.
-        missing: ``"error"`` or ``"skip"``, where the data hold no entry of a group.
+        missing: ``"error"`` or ``"skip"``, where the data hold no entry of a group: it has no turn
+            and no factor.
 
     Raises:
         ConfigError: an unknown order, or a member without a ratio.
     """
+
+    needs_ratio: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -52,25 +55,49 @@ class HAPPOLoss(Groups):
         missing: str = "error",
     ) -> None:
         """Gives every member the key of its factor."""
-        if order not in ORDERS:
-            raise ConfigError(f"order: expected one of {ORDERS}, found {order!r}.")
+        _check_order(order)
         super().__init__(losses, coeff=coeff, missing=missing)
         self.order = order
         for name, loss in losses.items():
-            if not loss.surrogate.uses_ratio:
-                raise ConfigError(f"group {name!r}: HAPPO needs a loss with a ratio (PPO).")
             if loss.tensor_keys.factor is None:
                 loss.set_keys(factor=(name, "happo_factor"))
 
-    def update_order(self) -> list[str]:
-        """Returns the groups in the order of their updates; torch's random state draws it."""
+    @property
+    def order(self) -> str:
+        """How ``update_order`` orders the groups: "random" or "fixed"."""
+        return self._order
+
+    @order.setter
+    def order(self, value: str) -> None:
+        _check_order(value)
+        self._order = value
+
+    def update_order(self, tensordict: TensorDictBase | None = None) -> list[str]:
+        """Returns the groups in the order of their updates; torch's random state draws it.
+
+        Args:
+            tensordict: the data: groups that they do not hold are left out.
+
+        Raises:
+            MissingKeyError: a group has no entry in the data and ``missing`` is "error".
+        """
+        present = self._names if tensordict is None else self._present(tensordict)
         if self.order == "fixed":
-            return list(self._names)
-        return [self._names[i] for i in torch.randperm(len(self._names)).tolist()]
+            return list(present)
+        drawn = [self._names[i] for i in torch.randperm(len(self._names)).tolist()]
+        return [name for name in drawn if name in present]
+
+    def _present(self, tensordict: TensorDictBase) -> tuple[str, ...]:
+        """Returns the groups that the data hold; see ``_skips``."""
+        return tuple(name for name in self._names if not self._skips(name, tensordict))
 
     def reset_factor(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns ``tensordict`` with every group's factor set to 1: before a new sequence."""
-        for name in self._names:
+        """Returns ``tensordict`` with its groups' factors set to 1: before a new sequence.
+
+        Raises:
+            MissingKeyError: a group has no entry in the data and ``missing`` is "error".
+        """
+        for name in self._present(tensordict):
             root = tensordict.batch_size
             like = next(iter(self._member(name).parameters()), torch.zeros(()))
             ones = torch.ones((*root, 1), dtype=like.dtype, device=tensordict.device or like.device)
@@ -83,7 +110,8 @@ class HAPPOLoss(Groups):
         """Returns ``tensordict``, the factors of the others multiplied by ``group``'s ratio.
 
         Call it after the update of the group. The ratio is Π new/old over the group's heads and
-        agents; masked agents count as 1.
+        agents; masked agents count as 1. A group that has no entry in the data has none, and
+        nothing is written for one.
 
         Args:
             tensordict: the data the group was updated on; the factors in it are written.
@@ -93,8 +121,11 @@ class HAPPOLoss(Groups):
 
         Raises:
             ShapeError: the group has no such agent.
+            MissingKeyError: a group has no entry in the data and ``missing`` is "error".
         """
-        member = self._member(group)
+        member, present = self._member(group), self._present(tensordict)
+        if group not in present:
+            return tensordict
         log_ratio = member._behaviour_log_ratio(tensordict)
         root = tensordict.batch_dims
         agents = log_ratio.flatten(root) if log_ratio.ndim > root else log_ratio.unsqueeze(-1)
@@ -110,7 +141,7 @@ class HAPPOLoss(Groups):
             others = ratio.unsqueeze(-2).expand(*log_ratio.shape, 1).clone()
             others.select(root, agent).fill_(1.0)
             self._multiply(tensordict, group, others)
-        for name in self._names:
+        for name in present:
             if name != group:
                 self._multiply(tensordict, name, ratio)
         return tensordict
@@ -135,3 +166,9 @@ class HAPPOLoss(Groups):
             shape = (*factor.shape[:-1], *(1,) * extra, 1)
             factor = factor.reshape(shape).expand(*batch, 1).clone()
         td.set(key, factor)
+
+
+def _check_order(order: str) -> None:
+    """Raises ConfigError where the order is unknown."""
+    if order not in ORDERS:
+        raise ConfigError(f"order: expected one of {ORDERS}, found {order!r}.")
