@@ -337,3 +337,30 @@ class TestTanhNormal:
         entropy = F.tanh_normal_entropy(*x, -1.0, 1.0)
         entropy.sum().backward()
         assert entropy.isfinite().all() and all(p.grad.isfinite().all() for p in x)
+
+
+class TestBoundedLogProbs:
+    """As log_softmax where an entry is allowed; what weighs nothing is finite."""
+
+    LOGITS = f64(0.3, -INF, 2.0, -1.0)
+    ALLOWED = torch.tensor([True, True, True, False])
+
+    def test_unnormalised_logits_are_what_is_expected(self):
+        logits = torch.randn(3, 4, dtype=F64)
+        assert_close(F.bounded_log_probs(logits), logits.log_softmax(-1))
+
+    def test_normalised_ones_are_kept(self):
+        log_probs = torch.randn(3, 4, dtype=F64).log_softmax(-1)
+        assert torch.equal(F.bounded_log_probs(log_probs, normalised=True), log_probs)
+
+    def test_forbidden_entries(self):
+        found = F.bounded_log_probs(self.LOGITS, self.ALLOWED)
+        assert_close(found[[0, 2]], f64(0.3, 2.0).log_softmax(-1))
+        floor = -math.sqrt(torch.finfo(F64).max)
+        torch.testing.assert_close(found[[1, 3]], f64(floor, floor))
+        assert torch.equal(found.exp()[[1, 3]], f64(0, 0))
+
+    @pytest.mark.parametrize("dim", [0, 1, -1])
+    def test_along_a_dim(self, dim):
+        logits = torch.randn(4, 5, dtype=F64)
+        assert_close(F.bounded_log_probs(logits, dim=dim), logits.log_softmax(dim))

@@ -116,3 +116,13 @@ class TestClip:
         options = {"eps_low": 0.2, "eps_high": 0.2, name: torch.full(shape, 0.2)}
         with pytest.raises(ShapeError, match=name):
             clip_log_ratio(torch.zeros(3, 2), **options)
+
+
+def test_a_bound_of_another_number_of_heads_is_named():
+    """The option, its shape and the number of heads stand in the message."""
+    with pytest.raises(
+        ShapeError, match=r"^eps_low must be 0-dim or \[heads\], found \[2\]; heads: 3$"
+    ):
+        clip_log_ratio(torch.zeros(4, 3), torch.ones(2) / 5, 0.2)
+    with pytest.raises(ShapeError, match=r"^eps_high .* found \[2\]; heads: none$"):
+        clip_log_ratio(torch.zeros(()), 0.2, torch.ones(2) / 5)
