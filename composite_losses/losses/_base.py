@@ -282,6 +282,8 @@ class BaseLoss(
         if self.sync_counts and how == "mean":
             count = _metrics.all_reduced_count(loss, mask)
         out = F.reduce(loss, mask, how, count=count)
+        if self.sync_counts and how == "sum":
+            out = out * _metrics.ranks()  # averaged gradients are the whole batch's
         return out.squeeze(-1) if how == "none" else out
 
     def _all_out_keys(self) -> list[str]:

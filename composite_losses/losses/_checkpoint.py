@@ -21,8 +21,9 @@ PARTS = ("surrogate.", "entropy.", "value.", "advantage.")
 def adopt(loss: Any, state: dict[str, Any], prefix: str) -> None:
     """Renames, in place, the entries of a TorchRL checkpoint to those of a loss of this library.
 
-    What only TorchRL's constructor knows is not in its checkpoint and stays as it is. A checkpoint
-    of this library is left alone.
+    What only TorchRL's constructor knows is not in its checkpoint and stays as it is; what TorchRL
+    stores and this checkpoint lacks stays missing, so that a strict load says so. A checkpoint of
+    this library is left alone.
     """
     own = {key for key in state if key.startswith(prefix)}
     if any(key.startswith(prefix + part) for key in own for part in PARTS):
@@ -37,7 +38,7 @@ def adopt(loss: Any, state: dict[str, Any], prefix: str) -> None:
             continue  # what has no place stays, and a strict load says so
         value = state.pop(prefix + name)
         if name == "entropy_coeff" and current["entropy.coeff"].ndim:
-            continue  # a mapping by head is not in TorchRL's checkpoint
+            continue
         for place in places:
             shape = current[place].shape
             state[prefix + place] = value.expand(shape) if value.ndim == 0 else value
@@ -45,6 +46,12 @@ def adopt(loss: Any, state: dict[str, Any], prefix: str) -> None:
         for theirs, ours in NORMS.items():
             if key.startswith(prefix + theirs):
                 state[prefix + ours + key[len(prefix + theirs) :]] = state.pop(key)
+    stored = {place for places in PLACES.values() for place in places}
+    if loss.label == "Reinforce":
+        stored = set()  # TorchRL's has no coefficients
+    elif "entropy.coeff" in current and current["entropy.coeff"].ndim:
+        stored.discard("entropy.coeff")  # a mapping by head is not in TorchRL's checkpoint
     for key, value in current.items():
-        if key.startswith(PARTS):
+        statistic = key.startswith(tuple(NORMS.values()))
+        if key.startswith(PARTS) and key not in stored and not statistic:
             state.setdefault(prefix + key, value)

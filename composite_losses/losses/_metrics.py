@@ -147,9 +147,15 @@ def _k3(samples: Samples) -> Tensor:
 
 def all_reduced_count(x: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the ranks' mean valid count: averaged gradients are the whole batch's."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if ranks() == 1:
         return F.valid_count(x, mask)
     each = 1 if mask is None else x.shape[mask.ndim :].numel()
     total = x.new_full((), x.numel()) if mask is None else (mask.sum() * each).to(x.dtype)
     torch.distributed.all_reduce(total)
-    return total.clamp_min(1) / torch.distributed.get_world_size()
+    return total.clamp_min(1) / ranks()
+
+
+def ranks() -> int:
+    """Returns the number of processes that train together."""
+    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if known else 1

@@ -47,7 +47,7 @@ def eps_pair(eps: Any) -> tuple[Tensor, Tensor]:
     Raises:
         ConfigError: a pair of another length, negative, or with low ≥ 1; a negative number.
     """
-    if isinstance(eps, Sequence):
+    if isinstance(eps, Sequence) and not isinstance(eps, str):
         if len(eps) != 2:
             raise ConfigError(f"clip epsilon: expected a pair of length 2 (low, high), got {eps}.")
         low, high = scalar("clip epsilon", eps[0]).clone(), scalar("clip epsilon", eps[1]).clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -67,7 +67,15 @@ def _as_options(options: Options) -> dict[str, Any]:
     """Returns a learning rate, or options, as options."""
     if options is None:
         return {}
-    return dict(options) if isinstance(options, Mapping) else {"lr": float(options)}
+    if not isinstance(options, Mapping):
+        return {"lr": float(options)}
+    # a configuration's lists, as an optimiser's state can be saved
+    return {key: tuple(v) if _is_list(v) else v for key, v in options.items()}
+
+
+def _is_list(value: object) -> bool:
+    """Returns whether the value is a list of some kind."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, tuple))
 
 
 def _parameters(loss: BaseLoss, network: str) -> Iterator[nn.Parameter]:

@@ -52,14 +52,16 @@ SITUATIONS: dict[str, tuple[Callable[..., Tensor] | None, Callable[..., Tensor] 
     "inactive": (None, lone),
     "uneven and inactive": (uneven, lone),
     "keywords": (lone, None),
+    "sum": (uneven, None),
 }
 
 
 def problem(name: str, heads: Any, layout: str, situation: str) -> tuple[Any, TensorDict]:
     """The loss and the whole batch, the same in every process; no penalty coefficient adapts."""
     shape, group = LAYOUTS[layout]
+    options = {"reduction": "sum"} if situation == "sum" else {}
     rows, acts = SITUATIONS[situation]
-    loss = build(name, heads, group=group, functional=False, sync_counts=True).eval()
+    loss = build(name, heads, group=group, functional=False, sync_counts=True, **options).eval()
     data = make_data(heads, shape, group=group, source="all" if name in KL else "stored")
     at = "agents" if group else None
     if rows is not None:

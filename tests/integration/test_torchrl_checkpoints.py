@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -232,3 +232,27 @@ def test_our_own_checkpoints_are_not_mistaken(name: str) -> None:
     assert list(state) == keys
     for attribute, number in case.tuned.items():
         assert_close(getattr(second, attribute), number)
+
+
+@pytest.mark.parametrize("name", ["ClipPPOLoss", "KLPENPPOLoss", "A2CLoss"])
+@pytest.mark.parametrize("lost", ["entropy_coeff", "critic_coeff", "networks only"])
+def test_what_a_checkpoint_lacks_is_an_error(name: str, lost: str) -> None:
+    """Strict means strict: coefficients that TorchRL stores are missing, and named by our keys."""
+    state = trained(CASES[name]).state_dict()
+    kept = {
+        key: value
+        for key, value in state.items()
+        if (key.startswith(("actor", "critic_network")) if " " in lost else key != lost)
+    }
+    missing = "entropy.coeff" if " " in lost else lost.replace("critic", "value").replace("_", ".")
+    with pytest.raises(RuntimeError, match=f"Missing key.*{missing}"):
+        fresh(CASES[name]).load_state_dict(kept, strict=True)
+
+
+def test_statistics_that_a_checkpoint_lacks_are_an_error() -> None:
+    """A loss with a value normaliser needs its statistics."""
+    theirs = trained(CASES["MAPPOLoss"])
+    data = CASES["MAPPOLoss"]
+    ours = fresh(replace(data, ours={**data.ours, "value_norm": PopArtValueNorm(shape=1)}))
+    with pytest.raises(RuntimeError, match=r"Missing key.*value\.norm\."):
+        ours.load_state_dict(theirs.state_dict(), strict=True)
