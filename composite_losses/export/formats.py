@@ -40,6 +40,9 @@ def to_program(
 
     Raises:
         MissingKeyError: an input that the module reads is not in the example.
+        ConfigError: an example of another kind, or keys that give no argument names.
+
+    Source: ``torch.export.export``.
     """
     function, arguments = prepared(module_or_actor, example)
     shapes = None
@@ -69,7 +72,10 @@ def to_onnx(
         dynamic_batch: whether dim 0 of every input is dynamic.
 
     Raises:
-        ConfigError: the exporter returned nothing.
+        ConfigError: the exporter returned nothing, or as ``to_program``.
+        MissingKeyError: as ``to_program``.
+
+    Source: ``torch.onnx.export``.
     """
     program = to_program(module_or_actor, example, dynamic_batch=dynamic_batch)
     target = Path(path)
@@ -113,7 +119,10 @@ def to_package(
         dynamic_batch: whether dim 0 of every input is dynamic.
 
     Raises:
-        ConfigError: the path ends otherwise.
+        ConfigError: the path ends otherwise, or as ``to_program``.
+        MissingKeyError: as ``to_program``.
+
+    Source: ``torch._inductor.aoti_compile_and_package``.
     """
     target = Path(path)
     if target.suffix != ".pt2":
@@ -127,6 +136,8 @@ def to_package(
 def max_difference(artifact: Any, module: nn.Module, example: Any) -> float:
     """Returns the largest absolute difference between an exported artefact and the module.
 
+    In the units of the outputs, over all of them, whatever their shape.
+
     Args:
         artifact: an ``ExportedProgram``, or the path of an ONNX file or an AOTInductor package.
         module: the network or policy it was made from.
@@ -134,6 +145,8 @@ def max_difference(artifact: Any, module: nn.Module, example: Any) -> float:
 
     Raises:
         ConfigError: an artefact of another kind, or outputs of another number or shape.
+
+    Source: definition.
     """
     function, arguments = prepared(module, example)
     with evaluating(function):

@@ -1,7 +1,15 @@
 """Pure tensor maths, per sample: no TensorDict, no state, no reduction that was not asked for.
 
-One file per chapter. Everything runs on the ``meta`` device, compiles as one graph and never waits
-for the device.
+Everything runs on the ``meta`` device, compiles as one graph and never waits for the device.
+
+Words: S is the batch (and the agents), H the action heads, the last axis. ``A`` is the advantage,
+in units of return (dimensionless once standardised), detached by the caller. ``pi`` is the current
+policy, ``b`` the one that collected the data, ``r = pi / b`` the ratio, ``r_h`` that of head h.
+``C(r) = clamp(r, 1 - eps_low, 1 + eps_high)`` is the clipped ratio, ``P(r, A) = min(r A, C(r) A)``
+the clipped objective. In decoupled PPO ``r`` is
+``pi / pi_prox``, the clip acts on it, and ``log_correction`` is ``log(pi_prox / b)``, in nats.
+Masks are bool, True where an entry counts. Log-probs, entropies and divergences are in nats.
+Parameters of distributions broadcast against each other and against ``value``.
 """
 
 from composite_losses.functional.advantages import standardise

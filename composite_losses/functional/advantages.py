@@ -19,12 +19,12 @@ def standardise(
     ``(A - mean) / max(std, eps)`` with the unbiased std; a single valid entry gives 0.
 
     Args:
-        advantage: ``[*S, 1]``, or any shape.
+        advantage: ``[*S, 1]``, or any shape; in units of return, the result dimensionless.
         mask: bool, broadcastable to the advantage once ``[*S]`` has been given trailing singleton
             dims; masked entries may hold anything.
         keep_dims: dims of ``advantage`` along which statistics stay separate, for example its agent
             dim; negative ones count from the end.
-        eps: smallest divisor.
+        eps: smallest divisor, > 0, in the units of the advantage.
 
     Gradient goes through the statistics, too; callers pass detached advantages.
 

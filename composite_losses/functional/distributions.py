@@ -28,9 +28,11 @@ def normal_log_prob(
 
     Args:
         loc: any shape.
-        scale: positive.
+        scale: positive, in the units of ``value``.
         value: where the density is taken.
         log_scale: ``log(scale)``, where the caller has it.
+
+    Source: definition of the density.
     """
     log_scale = scale.log() if log_scale is None else log_scale
     # Halving is exact, and so is a change of sign.
@@ -44,6 +46,8 @@ def normal_entropy(scale: Tensor, log_scale: Tensor | None = None) -> Tensor:
     Args:
         scale: positive, any shape.
         log_scale: ``log(scale)``, where the caller has it.
+
+    Source: Cover and Thomas 2006, "Elements of information theory", ch. 8.
     """
     return (0.5 + _LOG_SQRT_2PI) + (scale.log() if log_scale is None else log_scale)
 
@@ -53,6 +57,8 @@ def normal_kl(loc_p: Tensor, scale_p: Tensor, loc_q: Tensor, scale_q: Tensor) ->
 
     ``(v + ((loc_p - loc_q) / scale_q)^2 - 1 - log v) / 2`` with ``v = (scale_p / scale_q)^2``. Also
     the divergence of two tanh-normals with equal bounds: a bijection leaves it unchanged.
+
+    Source: Gil, Alajaji and Linder 2013, Information Sciences 249; Kullback and Leibler 1951.
     """
     variance_ratio = (scale_p / scale_q).square()
     return 0.5 * (variance_ratio + ((loc_p - loc_q) / scale_q).square() - 1 - variance_ratio.log())
@@ -74,6 +80,9 @@ def categorical_log_probs(logits: Tensor, allowed: Tensor | None = None) -> Tens
 
     Raises:
         ShapeError: if ``allowed`` has not the shape of ``logits``.
+
+    Source: Huang and Ontanon 2020, "A closer look at invalid action masking in policy
+    gradient algorithms", arXiv 2006.14171.
     """
     counts = logits != -torch.inf
     if allowed is not None:
@@ -107,6 +116,8 @@ def bounded_log_probs(
         dim: where the entries run, if not along the last dim.
 
     Gradient goes to allowed logits.
+
+    Source: as :func:`categorical_log_probs`.
     """
     floor = _lowest_logit(logits.dtype)
     if allowed is not None:
@@ -126,6 +137,8 @@ def categorical_log_prob(logits: Tensor, index: Tensor, allowed: Tensor | None =
     Raises:
         ShapeError: if ``index`` has not the leading shape of ``logits``, or ``allowed`` not its
             shape.
+
+    Source: as :func:`categorical_log_probs`.
     """
     require_same_shape(leading_logits=logits[..., 0], index=index)
     log_probs = categorical_log_probs(logits, allowed)
@@ -143,6 +156,8 @@ def categorical_entropy(logits: Tensor, allowed: Tensor | None = None) -> Tensor
 
     Raises:
         ShapeError: if ``allowed`` has not the shape of ``logits``.
+
+    Source: Cover and Thomas 2006, "Elements of information theory", ch. 2.
     """
     log_probs = categorical_log_probs(logits, allowed)
     return -(log_probs.exp() * log_probs).sum(-1)
@@ -166,6 +181,8 @@ def categorical_kl(
 
     Raises:
         ShapeError: if the shapes differ.
+
+    Source: Cover and Thomas 2006, "Elements of information theory", ch. 2.
     """
     require_same_shape(logits_p=logits_p, logits_q=logits_q)
     log_p = categorical_log_probs(logits_p, allowed_p)
@@ -180,6 +197,8 @@ def bernoulli_log_prob(logits: Tensor, value: Tensor) -> Tensor:
     Args:
         logits: any shape.
         value: 0 or 1, of any dtype.
+
+    Source: definition.
     """
     logits, value = torch.broadcast_tensors(logits, value.to(logits.dtype))
     return -F.binary_cross_entropy_with_logits(logits, value, reduction="none")
@@ -188,7 +207,9 @@ def bernoulli_log_prob(logits: Tensor, value: Tensor) -> Tensor:
 def bernoulli_entropy(logits: Tensor) -> Tensor:
     """The entropy ``-p log p - (1 - p) log(1 - p)``, nats; any shape.
 
-    ``softplus(-|x|) + |x| sigmoid(-|x|)`` for a logit x, which has no cancellation.
+    ``softplus(-|x|) + |x| sigmoid(-|x|)`` for x the ``logits``, which has no cancellation.
+
+    Source: Cover and Thomas 2006, "Elements of information theory", ch. 2.
     """
     size = logits.abs()
     return F.softplus(-size) + size * torch.sigmoid(-size)
@@ -197,7 +218,9 @@ def bernoulli_entropy(logits: Tensor) -> Tensor:
 def bernoulli_kl(logits_p: Tensor, logits_q: Tensor) -> Tensor:
     """The divergence ``p (log p - log q) + (1 - p) (log(1 - p) - log(1 - q))``, nats; any shape.
 
-    With ``-log p = softplus(-logits_p)`` and ``-log(1 - p) = softplus(logits_p)``.
+    With ``p = sigmoid(logits_p)``, ``q = sigmoid(logits_q)``; ``-log p = softplus(-logits_p)``.
+
+    Source: Cover and Thomas 2006, "Elements of information theory", ch. 2.
     """
     one = torch.sigmoid(logits_p) * (F.softplus(-logits_q) - F.softplus(-logits_p))
     zero = torch.sigmoid(-logits_p) * (F.softplus(logits_q) - F.softplus(logits_p))
@@ -205,10 +228,12 @@ def bernoulli_kl(logits_p: Tensor, logits_q: Tensor) -> Tensor:
 
 
 def beta_log_prob(concentration1: Tensor, concentration0: Tensor, value: Tensor) -> Tensor:
-    """The log-density of a beta distribution at ``value``, x in (0, 1), nats; any shape.
+    """The log-density of a beta distribution at x in (0, 1), the ``value``, nats; any shape.
 
     ``(a - 1) log x + (b - 1) log(1 - x) - log B(a, b)``, with ``a = concentration1``,
     ``b = concentration0``.
+
+    Source: definition of the density.
     """
     log_low: Tensor = torch.xlogy(concentration1 - 1, value)
     log_high: Tensor = torch.special.xlog1py(concentration0 - 1, -value)
@@ -220,6 +245,8 @@ def beta_entropy(concentration1: Tensor, concentration0: Tensor) -> Tensor:
 
     ``log B(a, b) - (a - 1) psi(a) - (b - 1) psi(b) + (a + b - 2) psi(a + b)``, with
     ``a = concentration1``, ``b = concentration0`` and psi the digamma function.
+
+    Source: Cover and Thomas 2006, "Elements of information theory", ch. 8.
     """
     total = concentration1 + concentration0
     return (
@@ -239,7 +266,10 @@ def beta_kl(
     """The divergence of two beta distributions, nats; any shape.
 
     ``log B(q) - log B(p) + (a_p - a_q) psi(a_p) + (b_p - b_q) psi(b_p) - (t_p - t_q) psi(t_p)``,
-    with ``a = concentration1``, ``b = concentration0``, ``t = a + b``.
+    with ``a_p = concentration1_p``, ``b_p = concentration0_p``, ``a_q = concentration1_q``,
+    ``b_q = concentration0_q``, ``t = a + b``, psi the digamma and B the beta function.
+
+    Source: Gil, Alajaji and Linder 2013, Information Sciences 249; Kullback and Leibler 1951.
     """
     change1, change0 = concentration1_p - concentration1_q, concentration0_p - concentration0_q
     return (
@@ -252,9 +282,11 @@ def beta_kl(
 
 
 def gamma_log_prob(concentration: Tensor, rate: Tensor, value: Tensor) -> Tensor:
-    """The log-density of a gamma distribution at ``value``, x > 0, nats; any shape.
+    """The log-density of a gamma distribution at x > 0, the ``value``, nats; any shape.
 
     ``a log rate + (a - 1) log x - rate x - log Gamma(a)``, with ``a = concentration``.
+
+    Source: definition of the density.
     """
     density = (
         torch.xlogy(concentration, rate) + torch.xlogy(concentration - 1, value) - rate * value
@@ -266,6 +298,8 @@ def gamma_entropy(concentration: Tensor, rate: Tensor) -> Tensor:
     """The differential entropy ``a - log rate + log Gamma(a) + (1 - a) psi(a)``, nats; any shape.
 
     With ``a = concentration``, and psi the digamma function.
+
+    Source: Cover and Thomas 2006, "Elements of information theory", ch. 8.
     """
     return (
         concentration
@@ -281,7 +315,10 @@ def gamma_kl(
     """The divergence of two gamma distributions, nats; any shape.
 
     ``(a_p - a_q) psi(a_p) - log Gamma(a_p) + log Gamma(a_q) + a_q log(r_p / r_q)
-    + a_p (r_q / r_p - 1)``, with ``a = concentration``, ``r = rate``.
+    + a_p (r_q / r_p - 1)``, with ``a_p = concentration_p``, ``r_p = rate_p``,
+    ``a_q = concentration_q``, ``r_q = rate_q`` and psi the digamma function.
+
+    Source: Gil, Alajaji and Linder 2013, Information Sciences 249; Kullback and Leibler 1951.
     """
     return (
         (concentration_p - concentration_q) * torch.digamma(concentration_p)
@@ -298,6 +335,8 @@ def dirichlet_log_prob(concentration: Tensor, value: Tensor) -> Tensor:
     Args:
         concentration: ``[..., n]``.
         value: ``[..., n]``, on the simplex.
+
+    Source: definition of the density.
     """
     return torch.xlogy(concentration - 1, value).sum(-1) - _log_multivariate_beta(concentration)
 
@@ -309,6 +348,8 @@ def dirichlet_entropy(concentration: Tensor) -> Tensor:
 
     Args:
         concentration: ``[..., n]``.
+
+    Source: Cover and Thomas 2006, "Elements of information theory", ch. 8.
     """
     total = concentration.sum(-1)
     return (
@@ -326,6 +367,8 @@ def dirichlet_kl(concentration_p: Tensor, concentration_q: Tensor) -> Tensor:
     Args:
         concentration_p: ``[..., n]``.
         concentration_q: ``[..., n]``.
+
+    Source: Gil, Alajaji and Linder 2013, Information Sciences 249; Kullback and Leibler 1951.
     """
     score = torch.digamma(concentration_p) - torch.digamma(concentration_p.sum(-1, keepdim=True))
     return (

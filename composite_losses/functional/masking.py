@@ -20,12 +20,14 @@ def fill(x: Tensor, mask: Tensor | None, value: float = 0.0) -> Tensor:
     Args:
         x: ``[*S, ...]``, of any dtype, which is kept.
         mask: bool ``[*S]``, given trailing singleton dims; ``None`` returns ``x`` itself.
-        value: what replaces the entries that do not count.
+        value: what replaces the entries that do not count; any real, in the units of ``x``.
 
     Gradient goes to the entries that count; elsewhere it is exactly 0, whatever they hold.
 
     Raises:
         ShapeError: if ``x.shape`` does not start with ``mask.shape``.
+
+    Source: definition.
     """
     if mask is None:
         return x
@@ -43,10 +45,12 @@ def combine_masks(*masks: Tensor | None) -> Tensor | None:
     """The logical AND of the masks that are not ``None``; ``None`` if there is none.
 
     Args:
-        masks: bool, of equal shape.
+        masks: bool, of equal shape ``[*S]``.
 
     Raises:
         ShapeError: if the shapes differ.
+
+    Source: definition.
     """
     combined: Tensor | None = None
     for mask in masks:
@@ -59,7 +63,7 @@ def combine_masks(*masks: Tensor | None) -> Tensor | None:
 
 
 def valid_count(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The number of entries of ``x`` that count, at least 1, 0-dim in the dtype of ``x``.
+    """The number of entries of ``x`` that count, dimensionless, 0-dim in the dtype of ``x``.
 
     Args:
         x: ``[*S, ...]``, floating point.
@@ -69,6 +73,8 @@ def valid_count(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Raises:
         ShapeError: if ``x.shape`` does not start with ``mask.shape``.
+
+    Source: definition.
     """
     if mask is None:
         return x.new_full((), max(x.numel(), 1))
@@ -94,8 +100,8 @@ def reduce(
         x: ``[*S]``.
         mask: bool ``[*S]``; ``None``: all entries count.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``.
-        count: denominator of the mean, for example the number of valid entries on all ranks;
-            default :func:`valid_count`.
+        count: denominator of the mean, ≥ 1, float or 0-dim, for example the number of valid
+            entries on all ranks; default :func:`valid_count`.
 
     Gradient goes to the entries that count. With nothing valid the result is 0, with a graph and
     zero gradients.
@@ -103,6 +109,8 @@ def reduce(
     Raises:
         ShapeError: if ``mask`` has not the shape of ``x``.
         ConfigError: if the reduction is unknown.
+
+    Source: definition.
     """
     if reduction == "mean" and mask is None and count is None and x.numel():
         return x.mean()
@@ -131,6 +139,8 @@ def masked_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Raises:
         ShapeError: if ``mask`` has not the shape of ``x``.
+
+    Source: definition.
     """
     return reduce(x, mask, "mean")
 
@@ -151,13 +161,15 @@ def masked_moments(
             end.
 
     Returns:
-        Both in the shape of ``x`` with every reduced dim of size 1.
+        Both in the units and the shape of ``x``, with every reduced dim of size 1.
 
     Gradient goes to the entries that count, and is finite where the std is 0.
 
     Raises:
         ShapeError: if ``x.shape`` does not start with ``mask.shape``.
         ConfigError: if a dim is out of range or named twice.
+
+    Source: definition.
     """
     dims = _reduced_dims(x, keep_dims)
     several = x.numel() > 0 and math.prod([x.shape[dim] for dim in dims]) > 1

@@ -50,14 +50,16 @@ def clip_fraction(
 
     Args:
         log_ratio: ``[*S]`` or ``[*S, H]``, nats.
-        eps_low: float, 0-dim or, with heads, ``[H]``.
-        eps_high: likewise.
+        eps_low: in [0, 1], float, 0-dim or, with heads, ``[H]``.
+        eps_high: ≥ 0, of the same kinds.
         mask: bool, the shape of ``log_ratio``; ``None``: all entries count.
 
     No gradient.
 
     Raises:
         ShapeError: if a shape is not one of those above.
+
+    Source: definition; the bounds: Schulman et al. 2017, eq. (7), arXiv 1707.06347.
     """
     detached = log_ratio.detach()
     changed = clip_log_ratio(detached, eps_low, eps_high) != detached
@@ -72,13 +74,15 @@ def explained_variance(value: Tensor, target: Tensor, mask: Tensor | None = None
 
     Args:
         value: any shape, in units of return.
-        target: the same shape.
+        target: the same shape and units.
         mask: bool, the same shape; ``None``: all entries count.
 
     No gradient.
 
     Raises:
         ShapeError: if the shapes differ.
+
+    Source: definition (the coefficient of determination of a residual of mean 0).
     """
     require_same_shape(value=value, target=target)
     if target.numel() == 0:
@@ -100,6 +104,8 @@ def masked_max(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Raises:
         ShapeError: if ``mask`` has not the shape of ``x``.
+
+    Source: definition.
     """
     _check(x, mask)
     if x.numel() == 0:

@@ -23,7 +23,7 @@ def reward_to_go(
     valid step never contains anything from a masked step or from later than it.
 
     Args:
-        reward: any shape, one dim of which is time.
+        reward: any shape, one dim of which is time; in units of reward, as the result.
         done: bool, the same shape; True at the last step of a trajectory.
         gamma: discount in [0, 1], float or 0-dim.
         dim: the time dim.
@@ -61,7 +61,7 @@ def baseline(
     *other* trajectories' valid returns at the same step; 0 where there is none.
 
     Args:
-        returns: any shape.
+        returns: any shape, in units of return.
         kind: ``"none"``, ``"mean"`` or ``"leave_one_out"``.
         mask: bool, the leading dims of ``returns``; masked entries may hold anything.
         dim: the time dim.

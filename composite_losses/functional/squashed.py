@@ -42,8 +42,8 @@ def tanh_normal_log_prob(
     Args:
         loc: any shape, before the tanh.
         scale: likewise.
-        low: lower bound of the value, float or tensor.
-        high: upper bound, above ``low``.
+        low: lower bound, float or tensor, in the units of ``value``.
+        high: upper bound, above ``low``, likewise in its units.
         value: in ``[low, high]``. At a bound it is moved inside by the resolution of its dtype, so
             that result and gradients are finite.
 
@@ -59,8 +59,10 @@ def tanh_inverse(value: Tensor, low: Tensor | float, high: Tensor | float) -> Te
     Args:
         value: any shape, in ``[low, high]``; at a bound it is moved inside by the resolution of
             its dtype.
-        low: lower bound, float or tensor.
-        high: upper bound, above ``low``.
+        low: lower bound, float or tensor, in the units of ``value``.
+        high: upper bound, above ``low``, likewise in its units.
+
+    Source: definition, the inverse of the transform.
     """
     y = (value - (high + low) / 2) / ((high - low) / 2)
     limit = 1 - torch.finfo(y.dtype).resolution
@@ -68,9 +70,16 @@ def tanh_inverse(value: Tensor, low: Tensor | float, high: Tensor | float) -> Te
 
 
 def tanh_log_slope(x: Tensor, low: Tensor | float, high: Tensor | float) -> Tensor:
-    """The log of the derivative of ``low + (high - low) (tanh(x) + 1) / 2``; any shape.
+    """The log of the derivative of ``low + (high - low) (tanh(x) + 1) / 2``, nats; any shape.
 
     ``2 (log 2 - x - softplus(-2 x)) + log((high - low) / 2)``
+
+    Args:
+        x: any shape, before the tanh.
+        low: lower bound, float or tensor, in the units of the value.
+        high: upper bound, above ``low``, likewise in its units.
+
+    Source: Haarnoja et al. 2018, appendix C, arXiv 1801.01290.
     """
     return _log_tanh_slope(x) + _log((high - low) / 2)
 
@@ -89,8 +98,8 @@ def tanh_normal_entropy(
     Args:
         loc: any shape, before the tanh.
         scale: likewise.
-        low: lower bound, float or tensor.
-        high: upper bound, above ``low``.
+        low: lower bound, float or tensor, in the units of the value.
+        high: upper bound, above ``low``, likewise in its units.
 
     Source: Andrews and Mallows 1974, "Scale mixtures of normal distributions", JRSS B 36; the
     fit as in Monahan and Stefanski 1992, "Normal scale mixture approximations to F*(z)".

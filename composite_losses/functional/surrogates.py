@@ -21,7 +21,7 @@ def score(log_prob: Tensor, advantage: Tensor) -> Tensor:
 
     Args:
         log_prob: ``[*S]``, nats.
-        advantage: ``[*S]``, detached by the caller.
+        advantage: ``[*S]``, detached by the caller, in units of return.
 
     Gradient goes to ``log_prob``.
 
@@ -40,8 +40,9 @@ def unclipped(log_ratio: Tensor, advantage: Tensor, log_correction: Tensor | Non
 
     Args:
         log_ratio: ``[*S]``, nats.
-        advantage: ``[*S]``, detached by the caller.
-        log_correction: ``[*S]``, detached, see the module.
+        advantage: ``[*S]``, detached by the caller, in units of return.
+        log_correction: ``[*S]``, nats, the detached ``log(pi_prox / b)`` of decoupled PPO; added
+            after clipping.
 
     Gradient goes to ``log_ratio``; 0 beyond the overflow bound.
 
@@ -49,7 +50,7 @@ def unclipped(log_ratio: Tensor, advantage: Tensor, log_correction: Tensor | Non
         ShapeError: if the shapes differ.
 
     Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. (6), arXiv
-    1707.06347.
+    1707.06347; the correction: Hilton, Cobbe and Schulman 2021, arXiv 2110.00641.
     """
     require_same_shape(log_ratio=log_ratio, advantage=advantage)
     return ratio(_corrected(log_ratio, log_correction)) * advantage
@@ -66,15 +67,17 @@ def clipped(
 ) -> Tensor:
     """The clipped objective, ``[*S]``.
 
-    ``P(r, A) = min(r A, C(r) A)``; with ``dual_clip`` c, ``max(P, c A)`` where A < 0.
+    ``P(r, A) = min(r A, C(r) A)``, with ``C(r) = clamp(r, 1 - eps_low, 1 + eps_high)``; with
+    ``dual_clip`` c, ``max(P, c A)`` where A < 0.
 
     Args:
         log_ratio: ``[*S]``, nats.
-        advantage: ``[*S]``, detached by the caller.
-        eps_low: float or 0-dim.
-        eps_high: float or 0-dim.
+        advantage: ``[*S]``, detached by the caller, in units of return.
+        eps_low: in [0, 1], float or 0-dim.
+        eps_high: ≥ 0, float or 0-dim.
         dual_clip: c > 1, or ``None``.
-        log_correction: ``[*S]``, detached, see the module.
+        log_correction: ``[*S]``, nats, the detached ``log(pi_prox / b)`` of decoupled PPO; added
+            after clipping.
 
     Gradient goes to ``log_ratio`` where the unclipped term is the smaller one or the ratio is
     within its bounds; exactly 0 elsewhere, and finite for any finite log-ratio.
@@ -84,7 +87,7 @@ def clipped(
 
     Source: Schulman et al. 2017, eq. (7), arXiv 1707.06347; dual clip: Ye et al. 2020, "Mastering
     complex control in MOBA games with deep reinforcement learning", eqs. (4) and (5), arXiv
-    1912.09729.
+    1912.09729; the correction: Hilton, Cobbe and Schulman 2021, arXiv 2110.00641.
     """
     require_same_shape(log_ratio=log_ratio, advantage=advantage)
     clipped_log_ratio = clip_log_ratio(log_ratio, eps_low, eps_high)
@@ -104,21 +107,28 @@ def per_head(
 ) -> Tensor:
     """The objective ``sum_h w_h P(r_h, A_h)``, each head clipped by itself, ``[*S]``.
 
+    ``C(r) = clamp(r, 1 - eps_low, 1 + eps_high)``, ``P(r, A) = min(r A, C(r) A)``.
+
     Args:
         log_ratio: ``[*S, H]``, nats.
-        advantage: ``[*S]``, the same for every head, or ``[*S, H]``; detached by the caller.
-        eps_low: float, 0-dim or ``[H]``.
-        eps_high: float, 0-dim or ``[H]``.
-        weights: ``[H]``; ``None``: 1 each, so that the gradient at r = 1 equals that of the joint
-            ratio.
+        advantage: ``[*S]``, the same for every head, or ``[*S, H]``; detached by the
+            caller, in units of return.
+        eps_low: in [0, 1], float, 0-dim or ``[H]``.
+        eps_high: ≥ 0, float, 0-dim or ``[H]``.
+        weights: ``[H]``, dimensionless; ``None``: 1 each, so that the gradient at r = 1 equals
+            that of the joint ratio.
         active: bool ``[*S, H]``; an inactive head contributes 0 and may hold anything.
         dual_clip: c > 1, or ``None``; acts on each head.
-        log_correction: ``[*S, H]``, detached, see the module.
+        log_correction: ``[*S, H]``, nats, the detached ``log(pi_prox / b)`` of decoupled PPO; added
+            after clipping.
 
     Gradient goes to ``log_ratio`` of active heads, as in :func:`clipped`.
 
     Raises:
         ShapeError: if a shape is not one of those above.
+
+    Source: definition; one clip per head as in Fan et al. 2019, "Hybrid actor-critic reinforcement
+    learning in parameterized action space", arXiv 1903.01344; P as in :func:`clipped`.
     """
     if advantage.shape == log_ratio.shape[:-1]:
         advantage = advantage.unsqueeze(-1).expand_as(log_ratio)
@@ -149,21 +159,24 @@ def leafwise(
 ) -> Tensor:
     """The clipped objective where each ratio is clamped before all are multiplied, ``[*S]``.
 
-    ``min(prod_h r_h A, prod_h C(r_h) A)``
+    ``min(prod_h r_h A, prod_h C(r_h) A)``, with ``C(r) = clamp(r, 1 - eps_low, 1 + eps_high)``.
 
     Args:
         log_ratio: ``[*S, H]``, nats; an inactive head holds 0, the factor 1.
-        advantage: ``[*S]``, detached by the caller.
-        eps_low: float, 0-dim or ``[H]``.
-        eps_high: float, 0-dim or ``[H]``.
+        advantage: ``[*S]``, detached by the caller, in units of return.
+        eps_low: in [0, 1], float, 0-dim or ``[H]``.
+        eps_high: ≥ 0, float, 0-dim or ``[H]``.
         dual_clip: c > 1, or ``None``.
-        log_correction: ``[*S]``, of the joint action, detached, see the module.
+        log_correction: ``[*S]``, nats, the detached ``log(pi_prox / b)`` of the joint action; added
+            after clipping.
 
     Gradient goes to ``log_ratio``: to every head where the unclipped product is the smaller one,
     else to the heads within their bounds.
 
     Raises:
         ShapeError: if a shape is not one of those above.
+
+    Source: definition; the clip as in :func:`clipped`.
     """
     joint_log_ratio = joint(log_ratio)
     require_same_shape(joint_log_ratio=joint_log_ratio, advantage=advantage)
@@ -185,24 +198,28 @@ def mixed(
 ) -> Tensor:
     """The weighted mean of the joint and the per-head objective, ``[*S]``.
 
-    ``m P(prod_h r_h, A) + (1 - m) sum_h w_h P(r_h, A)``
+    ``m P(prod_h r_h, A) + (1 - m) sum_h w_h P(r_h, A)``, with P as in :func:`clipped`:
+    ``P(r, A) = min(r A, C(r) A)``, ``C(r) = clamp(r, 1 - eps_low, 1 + eps_high)``.
 
     Args:
         log_ratio: ``[*S, H]``, nats.
-        advantage: ``[*S]``, detached by the caller.
-        eps_low: float or 0-dim, for the joint ratio and for each head.
-        eps_high: likewise.
+        advantage: ``[*S]``, detached by the caller, in units of return.
+        eps_low: in [0, 1], float or 0-dim, for the joint ratio and for each head.
+        eps_high: ≥ 0, likewise.
         mix: m in [0, 1], float or 0-dim.
-        weights: ``[H]``, of the second term.
+        weights: ``[H]``, dimensionless, of the second term.
         active: bool ``[*S, H]``; an inactive head is the factor 1 in the first term, 0 in the
             second, and may hold anything.
         dual_clip: c > 1, or ``None``.
-        log_correction: ``[*S, H]``, detached, see the module.
+        log_correction: ``[*S, H]``, nats, the detached ``log(pi_prox / b)`` of decoupled PPO; added
+            after clipping.
 
     Gradient goes to ``log_ratio`` of active heads, as in :func:`clipped` and :func:`per_head`.
 
     Raises:
         ShapeError: if a shape is not one of those above.
+
+    Source: definition, from :func:`clipped` and :func:`per_head`.
     """
     for name, option in (("eps_low", eps_low), ("eps_high", eps_high), ("mix", mix)):
         if isinstance(option, Tensor) and option.ndim:
@@ -240,12 +257,12 @@ def pessimistic(
 ) -> Tensor:
     """The smaller of the plain and the clipped gain; with ``dual_clip`` c at least c A for A < 0.
 
-    ``min(r A, C(r) A)``, then ``max(., c A)`` where A < 0.
+    ``min(r A, C(r) A)``, with ``C(r)`` the clipped ratio, then ``max(., c A)`` where A < 0.
 
     Args:
         gain: ``r A``, any shape.
         clipped_gain: ``C(r) A``, the same shape.
-        advantage: the same shape, detached by the caller.
+        advantage: the same shape, detached by the caller, in units of return.
         dual_clip: c > 1, or ``None``.
 
     Gradient goes to the smaller gain; where both are equal it is split in two equal halves.
@@ -253,7 +270,7 @@ def pessimistic(
     Raises:
         ShapeError: if the shapes differ.
 
-    Source: see :func:`clipped`.
+    Source: as :func:`clipped`.
     """
     require_same_shape(gain=gain, clipped_gain=clipped_gain, advantage=advantage)
     objective = torch.minimum(gain, clipped_gain)

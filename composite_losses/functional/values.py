@@ -16,7 +16,7 @@ def value_error(value: Tensor, target: Tensor, kind: str = "smooth_l1") -> Tenso
 
     Args:
         value: any shape, in units of return.
-        target: the same shape, detached by the caller.
+        target: the same shape and units, detached by the caller.
         kind: ``"l1"``, ``"l2"`` or ``"smooth_l1"``.
 
     Gradient goes to ``value``.
@@ -25,7 +25,7 @@ def value_error(value: Tensor, target: Tensor, kind: str = "smooth_l1") -> Tenso
         ShapeError: if the shapes differ.
         ConfigError: if the kind is unknown.
 
-    Source of ``"smooth_l1"``: Girshick 2015, "Fast R-CNN", eq. (3), arXiv 1504.08083.
+    Source: definition; ``"smooth_l1"``: Girshick 2015, "Fast R-CNN", eq. (3), arXiv 1504.08083.
     """
     require_same_shape(value=value, target=target)
     if kind == "l1":

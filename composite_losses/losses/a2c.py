@@ -16,9 +16,28 @@ from composite_losses.losses.surrogates import Score, Surrogate
 
 
 class A2CLoss(Door, BaseLoss):
-    """Advantage actor-critic loss (part ``Score``), with TorchRL's keywords (Mnih et al. 2016).
+    """Advantage actor-critic loss (part ``Score``), with TorchRL's keywords.
 
     The stored actions are scored; no behaviour log-prob is read.
+
+    Keywords: see TorchRL's ``A2CLoss``, and ``PolicyLoss`` for what is new.
+
+    Shapes:
+        The log-prob of each head is ``[*S]``, in nats. Data: advantage, value and value target
+        ``[*S, 1]``, in units of return. Losses are 0-dim, ``[*S]`` with ``reduction="none"``;
+        metrics are 0-dim.
+
+    Raises:
+        ConfigError: an option out of its range, or options that contradict each other; (call,
+            ``validate=True``) an action outside its head's support.
+        TypeError: an unknown keyword, one given twice, or no policy as actor.
+        MissingKeyError: (call) no advantage or no action is found.
+        ShapeError: (call) an entry whose shape does not fit the samples.
+        GraphError: (call) a stored value requires grad, with ``clip_value``.
+        NonFiniteError: (call, ``validate=True``) a log-prob that counts is not finite.
+
+    Source: Mnih et al. 2016, "Asynchronous methods for deep reinforcement learning", arXiv
+    1602.01783.
     """
 
     label = "A2C"

@@ -40,6 +40,8 @@ class Diagnosis:
         masked_fraction: fraction of the rows that do not count, in [0, 1].
         reasons: sentences; empty when all is well.
         heads: head → (action key, action shape, log-prob key, log-prob shape), for reading.
+
+    Source: definition.
     """
 
     sources: dict[str, str]
@@ -76,10 +78,12 @@ def diagnose(loss: BaseLoss, tensordict: TensorDictBase) -> Diagnosis:
 
     Args:
         loss: any loss of this library.
-        tensordict: data as the loss would get them.
+        tensordict: data as the loss would get them, of any batch size ``[*B]``.
 
     Raises:
         MissingKeyError: no behaviour log-prob can be found for a head.
+
+    Source: definition; log-ratios are in nats.
     """
     loss._settle(tensordict)
     with torch.no_grad(), loss_context(loss), unchanged_buffers(loss):

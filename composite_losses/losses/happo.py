@@ -20,12 +20,12 @@ ORDERS = ("random", "fixed")
 
 
 class HAPPOLoss(Groups):
-    """Heterogeneous-agent PPO (Kuba et al. 2022, eq. 10, arXiv 2109.11251).
+    """Heterogeneous-agent PPO: agent groups updated in sequence.
 
-    The groups are updated in sequence. A group's advantage is multiplied by the factor
-    M = Π new/old ratios of the groups updated before it, per sample, without gradient; with M = 1
-    the loss is ``GroupLoss``. The factor is the entry ``set_keys(group, factor=...)`` of the data,
-    by default ``(group, "happo_factor")``, 1 where it is absent::
+    A group's advantage is multiplied by the factor M = Π new/old ratios of the groups updated
+    before it, per sample, without gradient; with M = 1 the loss is ``GroupLoss``. The factor is
+    the entry ``set_keys(group, factor=...)`` of the data, by default
+    ``(group, "happo_factor")``, 1 where it is absent::
 
         for group in loss.update_order(data):
             for _ in range(epochs):
@@ -36,12 +36,26 @@ class HAPPOLoss(Groups):
         losses: group name → loss with a ratio (PPO and its kin).
         order: ``"random"`` draws a new order at every ``update_order()``, ``"fixed"`` keeps that of
             ``losses``.
-        coeff: group name → weight of its losses in the sums.
+        coeff: group name → weight of its losses in the sums, dimensionless.
         missing: ``"error"`` or ``"skip"``, where the data hold no entry of a group: it has no turn
             and no factor.
 
+    Shapes:
+        Data: each group's entries as its loss takes them; S is ``[*B, A]``, the root batch and the
+        group's agents (``[*B]`` without any). Log-probs are in nats, advantages in units of return.
+        Outputs are 0-dim. The factor is ``[*B, 1]``, or ``[*B, A, 1]`` where the group has agents;
+        it is dimensionless.
+
     Raises:
-        ConfigError: an unknown order, or a member without a ratio.
+        ConfigError: an unknown order, a member without a ratio, or what ``GroupLoss`` refuses.
+        MissingKeyError: (call) the data hold no entry of a group and ``missing`` is "error", or a
+            member finds no entry it needs.
+        ShapeError: (call) an entry whose shape does not fit the samples.
+        GraphError: (call) a stored log-prob or value requires grad.
+        NonFiniteError: (call, a member that validates) a log-prob that counts is not finite.
+
+    Source: Kuba et al. 2022, "Trust region policy optimisation in multi-agent reinforcement
+    learning", eq. (10), arXiv 2109.11251.
     """
 
     needs_ratio: ClassVar[bool] = True

@@ -43,7 +43,7 @@ class ValueNormDoor(ClipDoor):
 
 
 class MAPPOLoss(ValueNormDoor, BaseLoss):
-    """Multi-agent PPO with a centralised critic (Yu et al. 2022), with TorchRL's keywords.
+    """Multi-agent PPO with a centralised critic, with TorchRL's keywords.
 
     ``ClipPPOLoss`` with multi-agent defaults: the value estimator is ``MultiAgentGAE``, advantages
     are standardised per agent (dim −2 of ``[*B, A, 1]``).
@@ -54,6 +54,23 @@ class MAPPOLoss(ValueNormDoor, BaseLoss):
             The critic's output, and the advantages formed from it, stay in reward units.
 
     The other keywords are ``ClipPPOLoss``'s.
+
+    Shapes:
+        S is ``[*B, A]``, batch and agents. Data: the log-prob of each head ``[*S]``, in nats;
+        advantage, value and value target ``[*S, 1]``, in units of return. Losses are 0-dim,
+        ``[*S]`` with ``reduction="none"``; metrics are 0-dim.
+
+    Raises:
+        ConfigError: an option out of its range, or options that contradict each other; (call,
+            ``validate=True``) an action outside its head's support.
+        TypeError: an unknown keyword, one given twice, or no policy as actor.
+        MissingKeyError: (call) no advantage or no behaviour log-prob is found.
+        ShapeError: (call) an entry whose shape does not fit the samples.
+        GraphError: (call) a stored log-prob or value requires grad.
+        NonFiniteError: (call, ``validate=True``) a log-prob that counts is not finite.
+
+    Source: Yu et al. 2022, "The surprising effectiveness of PPO in cooperative multi-agent games",
+    arXiv 2103.01955.
     """
 
     default_value_estimator = MULTI_AGENT_GAE
@@ -61,9 +78,28 @@ class MAPPOLoss(ValueNormDoor, BaseLoss):
 
 
 class IPPOLoss(ValueNormDoor, BaseLoss):
-    """Independent PPO (de Witt et al. 2020): ``MAPPOLoss`` for a critic per agent.
+    """Independent PPO: ``MAPPOLoss`` for a critic per agent.
 
     The same computation; the difference lies in the critic, which sees one agent's observation.
+
+    Keywords: those of ``MAPPOLoss``.
+
+    Shapes:
+        S is ``[*B, A]``, batch and agents. Data: the log-prob of each head ``[*S]``, in nats;
+        advantage, value and value target ``[*S, 1]``, in units of return. Losses are 0-dim,
+        ``[*S]`` with ``reduction="none"``; metrics are 0-dim.
+
+    Raises:
+        ConfigError: an option out of its range, or options that contradict each other; (call,
+            ``validate=True``) an action outside its head's support.
+        TypeError: an unknown keyword, one given twice, or no policy as actor.
+        MissingKeyError: (call) no advantage or no behaviour log-prob is found.
+        ShapeError: (call) an entry whose shape does not fit the samples.
+        GraphError: (call) a stored log-prob or value requires grad.
+        NonFiniteError: (call, ``validate=True``) a log-prob that counts is not finite.
+
+    Source: de Witt et al. 2020, "Is independent learning all you need in the StarCraft multi-agent
+    challenge?", arXiv 2011.09533.
     """
 
     default_value_estimator = MULTI_AGENT_GAE

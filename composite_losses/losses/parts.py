@@ -23,12 +23,17 @@ class ValueTerm(nn.Module):
         kind: ``"l1"``, ``"l2"`` or ``"smooth_l1"``.
         coeff: coefficient of the term, dimensionless.
         clip: largest change of the value from the stored one, in the value's units; the worse of
-            both errors counts (Engstrom et al. 2020).
+            both errors counts.
         norm: a TorchRL ``ValueNorm``: the error (and the clip) is between normalised values. It is
             updated in training mode, with the targets that count.
 
     Raises:
         ConfigError: an unknown kind, or a clip that is not a number.
+
+    Shapes:
+        Value and target ``[*S, 1]``, in units of return → the loss ``[*S, 1]``.
+
+    Source: see ``functional.value_error``; ``clip``: Engstrom et al. 2020, arXiv 2005.12729.
     """
 
     coeff: Tensor
@@ -98,6 +103,11 @@ class EntropyTerm(nn.Module):
     Raises:
         ConfigError: a coefficient that is not a number, or samples that are not a positive integer.
         KeyError: the mapping does not name every head, or names one that is not there.
+
+    Shapes:
+        The heads' entropies ``[*S, H]``, in nats → the loss ``[*S, 1]``.
+
+    Source: Mnih et al. 2016, section 4, arXiv 1602.01783.
     """
 
     coeff: Tensor
@@ -226,6 +236,14 @@ class AdvantageNorm(nn.Module):
         pool_all: whether the statistics are the whole batch's where there is no agent dim to
             exclude: in a group, where ``S`` has no dim beyond the root batch, elsewhere where
             ``exclude_dims`` are all dims of ``S``.
+
+    Shapes:
+        ``[*S, 1]`` in units of return → ``[*S, 1]``, dimensionless.
+
+    Raises:
+        ShapeError: (call) a mask that does not fit the advantage.
+
+    Source: Andrychowicz et al. 2020, arXiv 2006.05990, as ``functional.standardise``.
     """
 
     def __init__(

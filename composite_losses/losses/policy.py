@@ -40,7 +40,7 @@ class PolicyLoss(BaseLoss):
         functional: whether the loss holds the networks' parameters as TensorDictParams.
         separate_losses: whether parameters shared by actor and critic learn from the policy only.
         delay_actor: whether the trust region is around the target parameters (decoupled PPO).
-        max_importance_ratio: largest ratio to the behaviour policy.
+        max_importance_ratio: largest ratio to the behaviour policy, > 0, dimensionless.
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` (losses ``[*S]``).
         log_prob_source: ``"auto"``, ``"stored"`` or ``"params"``; kept as ``source``.
         validate: whether stored values are checked; waits for the device.
@@ -50,6 +50,24 @@ class PolicyLoss(BaseLoss):
         team_value: whether the critic gives one value ``[*B, 1]`` for all agents of the group.
         log_explained_variance: whether ``explained_variance`` is one of them.
         device: device of the coefficients; the parameters' by default.
+
+    Shapes:
+        Data: the log-prob of each head ``[*S]``, in nats; advantage, value and value target
+        ``[*S, 1]``, in units of return. Losses are 0-dim, ``[*S]`` with ``reduction="none"``;
+        metrics are 0-dim.
+
+    Raises:
+        ConfigError: an option out of its range, or options that contradict each other; (call,
+            ``validate=True``) an action outside its head's support.
+        TypeError: an unknown keyword, or no policy as actor.
+        MissingKeyError: (call) no advantage, or no behaviour log-prob where the surrogate reads it.
+        ShapeError: (call) an entry whose shape does not fit the samples.
+        GraphError: (call) a stored log-prob or value requires grad.
+        NonFiniteError: (call, ``validate=True``) a log-prob that counts is not finite.
+
+    Source: the surrogate's, see ``Clip``, ``Ratio``, ``Score`` and ``KLPenalty``; ``delay_actor``:
+    Hilton, Cobbe and Schulman 2021, "Batch size-invariance for policy optimization", arXiv
+    2110.00641.
 
     Example:
         >>> loss = PolicyLoss(

@@ -28,6 +28,23 @@ class PPOLoss(Door, BaseLoss):
 
     Keywords: see TorchRL's ``PPOLoss``, and ``PolicyLoss`` for what is new (``log_prob_source``,
     ``validate``, ``heads``, ``sync_counts``, ``metrics``).
+
+    Shapes:
+        Data: the log-prob of each head ``[*S]``, in nats; advantage, value and value target
+        ``[*S, 1]``, in units of return. Losses are 0-dim, ``[*S]`` with ``reduction="none"``;
+        metrics are 0-dim.
+
+    Raises:
+        ConfigError: an option out of its range, or options that contradict each other; (call,
+            ``validate=True``) an action outside its head's support.
+        TypeError: an unknown keyword, one given twice, or no policy as actor.
+        MissingKeyError: (call) no advantage or no behaviour log-prob is found.
+        ShapeError: (call) an entry whose shape does not fit the samples.
+        GraphError: (call) a stored log-prob or value requires grad.
+        NonFiniteError: (call, ``validate=True``) a log-prob that counts is not finite.
+
+    Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. (6), arXiv
+    1707.06347.
     """
 
     options: ClassVar[dict[str, Any]] = PPO_OPTIONS
@@ -44,6 +61,23 @@ class ClipPPOLoss(ClipDoor, BaseLoss):
     ``head_weights``, and ``PolicyLoss`` for the rest. ``clip_epsilon`` is a number, a pair, or
     (with ``ratio="per_head"`` and ``"leafwise"``) a mapping by head; ``clip_value=True`` takes it
     over.
+
+    Shapes:
+        Data: the log-prob of each head ``[*S]``, in nats; advantage, value and value target
+        ``[*S, 1]``, in units of return. Losses are 0-dim, ``[*S]`` with ``reduction="none"``;
+        metrics are 0-dim.
+
+    Raises:
+        ConfigError: an option out of its range, or options that contradict each other; (call,
+            ``validate=True``) an action outside its head's support.
+        TypeError: an unknown keyword, one given twice, or no policy as actor.
+        MissingKeyError: (call) no advantage or no behaviour log-prob is found.
+        ShapeError: (call) an entry whose shape does not fit the samples.
+        GraphError: (call) a stored log-prob or value requires grad.
+        NonFiniteError: (call, ``validate=True``) a log-prob that counts is not finite.
+
+    Source: Schulman et al. 2017, "Proximal policy optimization algorithms", eq. (7), arXiv
+    1707.06347; for several heads see ``Clip``.
     """
 
     options: ClassVar[dict[str, Any]] = {**CLIP, **PPO_OPTIONS}
@@ -54,6 +88,33 @@ class KLPENPPOLoss(Door, BaseLoss):
 
     Needs the behaviour policy's distribution parameters in the data. Outputs ``kl`` (nats) and
     ``beta`` besides the metrics.
+
+    Args:
+        dtarg: KL to aim for, in nats.
+        beta: initial penalty coefficient, in units of the objective per nat.
+        increment: factor ≥ 1 by which beta grows.
+        decrement: factor ≤ 1 by which it shrinks.
+        samples_mc_kl: samples where the KL has no formula.
+
+    The other keywords are ``PPOLoss``'s.
+
+    Shapes:
+        Data: the log-prob of each head ``[*S]``, in nats; advantage, value and value target
+        ``[*S, 1]``, in units of return. Losses are 0-dim, ``[*S]`` with ``reduction="none"``;
+        metrics are 0-dim.
+
+    Raises:
+        ConfigError: an option out of its range, or options that contradict each other; (call,
+            ``validate=True``) an action outside its head's support.
+        TypeError: an unknown keyword, one given twice, or no policy as actor.
+        MissingKeyError: (call) no advantage, behaviour log-prob or stored distribution
+            parameter is found.
+        ShapeError: (call) an entry whose shape does not fit the samples.
+        GraphError: (call) a stored log-prob or value requires grad.
+        NonFiniteError: (call, ``validate=True``) a log-prob that counts is not finite.
+
+    Source: Schulman et al. 2017, "Proximal policy optimization algorithms", section 4, arXiv
+    1707.06347.
     """
 
     options: ClassVar[dict[str, Any]] = {

@@ -23,14 +23,13 @@ BASELINES = ("none", "mean", "leave_one_out")
 
 
 class ReinforceLoss(Door, BaseLoss):
-    """REINFORCE loss (part ``Score``), with TorchRL's keywords (Williams 1992).
+    """REINFORCE loss (part ``Score``), with TorchRL's keywords.
 
     The stored actions are scored: nothing is resampled. The critic is optional. Without one, and
     without an ``advantage`` entry, the reward-to-go within each trajectory serves, along the dim
     named "time" (else the last batch dim), cut at ``done``; in reward units, discounted by
-    ``gamma``
-    per step. Outputs ``loss_actor``, and ``loss_value`` with a critic; ``loss_entropy`` where an
-    ``entropy_coeff`` is given.
+    ``gamma`` per step. Outputs ``loss_actor``, and ``loss_value`` with a critic; ``loss_entropy``
+    where an ``entropy_coeff`` is given.
 
     Keywords: see TorchRL's ``ReinforceLoss`` and, besides ``PolicyLoss``'s:
 
@@ -38,11 +37,27 @@ class ReinforceLoss(Door, BaseLoss):
         gamma: discount per step, in [0, 1].
         baseline: ``"none"``; ``"mean"`` subtracts the mean over batch and time;
             ``"leave_one_out"`` the mean of the other trajectories (first batch dim) at the same
-            step (Kool et al. 2019).
-        entropy_coeff: entropy coefficient, a number or a mapping by head; None for no bonus.
+            step.
+        entropy_coeff: entropy coefficient, in units of the objective per nat, a number or a mapping
+            by head; None for no bonus.
+
+    Shapes:
+        The log-prob of each head is ``[*S]``, in nats. Data: advantage, value, value target and
+        reward ``[*S, 1]``, in units of return; done ``[*S, 1]``, bool. Losses are 0-dim, ``[*S]``
+        with ``reduction="none"``; metrics are 0-dim.
 
     Raises:
-        ConfigError: an unknown baseline or a gamma outside [0, 1].
+        ConfigError: an unknown baseline, a gamma outside [0, 1], or another option out of its
+            range; (call, ``validate=True``) an action outside its head's support.
+        TypeError: an unknown keyword, one given twice, or no policy as actor.
+        MissingKeyError: (call) no advantage, and no reward or done to compute it from.
+        ShapeError: (call) an entry whose shape does not fit the samples.
+        GraphError: (call) a stored value requires grad, with ``clip_value``.
+        NonFiniteError: (call, ``validate=True``) a log-prob that counts is not finite.
+
+    Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist
+    reinforcement learning", Machine Learning 8; leave-one-out: Kool, van Hoof and Welling 2019,
+    "Buy 4 REINFORCE samples, get a baseline for free!", ICLR workshop.
     """
 
     label = "Reinforce"

@@ -63,7 +63,13 @@ class Surrogate(nn.Module, abc.ABC):
 
 
 class Ratio(Surrogate):
-    """The unclipped importance-weighted objective r·A (Schulman et al. 2017, eq. 6)."""
+    """The unclipped importance-weighted objective r·A, ``[*S, 1]``, in units of return.
+
+    Raises:
+        RuntimeError: (call) the samples have no log-ratio.
+
+    Source: Schulman et al. 2017, eq. (6), arXiv 1707.06347.
+    """
 
     def forward(self, samples: Samples) -> Tensor:
         """Returns Π r_h · A, ``[*S, 1]``."""
@@ -71,7 +77,15 @@ class Ratio(Surrogate):
 
 
 class Score(Surrogate):
-    """The score-function objective log π(a)·A (Williams 1992): no behaviour log-prob is read."""
+    """The score-function objective log π(a)·A, ``[*S, 1]``, in nats times units of return.
+
+    No behaviour log-prob is read.
+
+    Raises:
+        ShapeError: (call) an advantage that is not ``[*S, 1]``.
+
+    Source: Williams 1992, Machine Learning 8.
+    """
 
     uses_ratio = False
 
@@ -83,9 +97,9 @@ class Score(Surrogate):
 
 
 class Clip(Surrogate):
-    """The clipped objective (Schulman et al. 2017, eq. 7), in four geometries for several heads.
+    """The clipped objective, ``[*S, 1]``, in units of return; four geometries for several heads.
 
-    With P(r, A) = min(r A, clip(r) A):
+    With P(r, A) = min(r A, clip(r) A), clip(r) = r kept in [1 − low, 1 + high]:
 
     * ``"joint"``: P(Π r_h, A); the product is clipped.
     * ``"per_head"``: Σ w_h P(r_h, A_h); every head has its own clip.
@@ -98,12 +112,15 @@ class Clip(Surrogate):
             not name.
         ratio: the geometry.
         mix: weight of the joint term in ``"mixed"``, in [0, 1].
-        dual_clip: c > 1 bounds the objective by c·A where A < 0 (Ye et al. 2020).
+        dual_clip: c > 1 bounds the objective by c·A where A < 0.
         head_weights: mapping head → w_h, dimensionless, for ``per_head`` and ``mixed``; 1 for
             heads it does not name.
 
     Raises:
         ConfigError: an option out of its range, or one that the geometry does not use.
+
+    Source: Schulman et al. 2017, eq. (7), arXiv 1707.06347; ``dual_clip``: Ye et al. 2020, arXiv
+    1912.09729; the geometries for several heads: definition.
     """
 
     eps_low: Tensor
@@ -287,7 +304,7 @@ def _log_bounds(
 
 
 class KLPenalty(Surrogate):
-    """r·A − β KL(old ‖ new) with an adapted β (Schulman et al. 2017, section 4).
+    """r·A − β KL(old ‖ new) with an adapted β, ``[*S, 1]``, in units of return.
 
     β acts, and is reported, before its adaptation: β ← β·increment where the mean KL exceeds
     1.5·target, β·decrement where it is below target/1.5; in training mode only, and only where a
@@ -301,6 +318,9 @@ class KLPenalty(Surrogate):
 
     Raises:
         ConfigError: a factor on the wrong side of 1.
+        RuntimeError: (call) the samples have no log-ratio.
+
+    Source: Schulman et al. 2017, section 4, arXiv 1707.06347.
     """
 
     uses_kl = True

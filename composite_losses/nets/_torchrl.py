@@ -38,6 +38,9 @@ class RecurrentModule(TensorDictModuleBase):
 
     Raises:
         ConfigError: another number of hidden keys than the net has states.
+        ShapeError: (call) inputs without a time dim in recurrent mode, or what the net refuses.
+
+    Source: TorchRL's ``torchrl.modules.LSTMModule`` and ``set_recurrent_mode``.
     """
 
     is_recurrent = True

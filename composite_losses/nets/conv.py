@@ -36,7 +36,7 @@ class MultiAgentConvNet(MultiAgentNet):
         activation_kwargs: its arguments, once or per layer.
         norm_class: norm after every activation.
         norm_kwargs: its arguments, once or per layer.
-        dropout: probability after every activation.
+        dropout: probability in [0, 1] after every activation.
         dropout_randomness: ``"different"`` masks per agent, or the ``"same"``.
         bias_last_layer: whether the last layer has a bias.
         agent_id: whether one constant channel per agent, 1 for its own, is appended to the input.
@@ -50,7 +50,10 @@ class MultiAgentConvNet(MultiAgentNet):
 
     Raises:
         ConfigError: options that contradict each other.
+        TypeError: ``centralized`` or ``share_params`` left out.
         ShapeError: (call) another number of agents, or more than one pixel to squeeze.
+
+    Source: TorchRL's ``torchrl.modules.MultiAgentConvNet``: its arguments and layers.
     """
 
     event_ndim = 3

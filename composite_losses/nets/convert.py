@@ -37,6 +37,8 @@ def from_torchrl(net: nn.Module) -> MultiAgentNet:
 
     Raises:
         ConfigError: another kind of net, or one with layers that have no counterpart.
+
+    Source: TorchRL's ``MultiAgentMLP`` and ``MultiAgentConvNet``.
     """
     if not isinstance(net, (TorchRLMLP, TorchRLConvNet)):
         raise ConfigError(f"from_torchrl: no counterpart for {type(net).__name__}.")
@@ -167,9 +169,14 @@ def to_torchrl(net: MultiAgentNet) -> nn.Module:
 
     A net shared by cluster becomes an unshared one, each agent with its cluster's weights.
 
+    Args:
+        net: the library's ``MultiAgentMLP`` or ``MultiAgentConvNet``.
+
     Raises:
         ConfigError: an option that TorchRL's nets do not have (agent ids, another agent dim,
             dropout in a ConvNet).
+
+    Source: TorchRL's ``MultiAgentMLP`` and ``MultiAgentConvNet``.
     """
     if net.agent_id or net.agent_dim != -1 - net.event_ndim:
         raise ConfigError("to_torchrl: TorchRL's nets have no agent_id and a fixed agent_dim.")

@@ -33,6 +33,11 @@ class StackedLinear(nn.Module):
 
     Parameters: ``weight [M, out, in]``, ``bias [M, out]``, initialised per set as ``nn.Linear``
     initialises one layer: uniform in ±1/√in.
+
+    Shapes:
+        ``[M, N, in]`` → ``[M, N, out]``; any ``[..., in]`` → ``[..., out]`` if M is 1.
+
+    Source: definition: ``nn.Linear`` with each set.
     """
 
     weight: Tensor
@@ -169,6 +174,11 @@ class StackedConv2d(nn.Module):
 
     Parameters: ``weight [M, out, in, kh, kw]``, ``bias [M, out]``, initialised per set as
     ``nn.Conv2d`` initialises one layer.
+
+    Shapes:
+        ``[N, M·in, h, w]`` → ``[N, M·out, h', w']``.
+
+    Source: definition: ``nn.Conv2d`` with each set.
     """
 
     weight: Tensor

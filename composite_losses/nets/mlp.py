@@ -34,7 +34,7 @@ class MultiAgentMLP(MultiAgentNet):
         activation_kwargs: its arguments, once or per layer.
         norm_class: norm after every hidden layer.
         norm_kwargs: its arguments, once or per layer.
-        dropout: probability after every hidden layer.
+        dropout: probability in [0, 1] after every hidden layer.
         dropout_randomness: ``"different"`` masks per agent, or the ``"same"``.
         bias_last_layer: whether the last layer has a bias.
         activate_last_layer: whether the last layer is activated, too.
@@ -47,7 +47,10 @@ class MultiAgentMLP(MultiAgentNet):
 
     Raises:
         ConfigError: options that contradict each other, or another ``layer_class``.
+        TypeError: ``centralized`` or ``share_params`` left out.
         ShapeError: (call) another number of agents.
+
+    Source: TorchRL's ``torchrl.modules.MultiAgentMLP``: its arguments and layers.
     """
 
     event_ndim = 1

@@ -254,7 +254,7 @@ class MultiAgentRNN(nn.Module, abc.ABC):
 
 
 class MultiAgentGRU(MultiAgentRNN):
-    """A GRU per agent (Cho et al. 2014), equal to ``nn.GRU`` run per agent.
+    """A GRU per agent, equal to ``nn.GRU`` run per agent.
 
     Args:
         input_size: features of one agent.
@@ -263,6 +263,17 @@ class MultiAgentGRU(MultiAgentRNN):
         share_params: True, False, or the set of each agent.
         num_layers: number of layers.
         device: device of the parameters.
+
+    Shapes:
+        Inputs ``[*B, A, F]``, outputs ``[*B, A, H]``, state ``[*B, A, num_layers, H]``; A agents,
+        F features of each and H the ``hidden_size``.
+
+    Raises:
+        ConfigError: a mapping in ``share_params`` that is not one set per agent, numbered from 0.
+        ShapeError: (call) another number of features, or of agents unless all share one set.
+
+    Source: Cho et al. 2014, "Learning phrase representations using RNN encoder-decoder for
+    statistical machine translation", arXiv 1406.1078.
     """
 
     gates = 3
@@ -280,9 +291,27 @@ class MultiAgentGRU(MultiAgentRNN):
 
 
 class MultiAgentLSTM(MultiAgentRNN):
-    """An LSTM per agent (Hochreiter and Schmidhuber 1997), equal to ``nn.LSTM`` run per agent.
+    """An LSTM per agent, equal to ``nn.LSTM`` run per agent.
 
-    The hidden state is the pair (h, c). Arguments as for ``MultiAgentGRU``.
+    The hidden state is the pair (h, c).
+
+    Args:
+        input_size: features of one agent.
+        hidden_size: size of the state.
+        n_agents: number of agents.
+        share_params: True, False, or the set of each agent.
+        num_layers: number of layers.
+        device: device of the parameters.
+
+    Shapes:
+        Inputs ``[*B, A, F]``, outputs ``[*B, A, H]``, h and c ``[*B, A, num_layers, H]``; A agents,
+        F features of each and H the ``hidden_size``.
+
+    Raises:
+        ConfigError: a mapping in ``share_params`` that is not one set per agent, numbered from 0.
+        ShapeError: (call) another number of features, or of agents unless all share one set.
+
+    Source: Hochreiter and Schmidhuber 1997, "Long short-term memory", Neural Computation 9(8).
     """
 
     gates = 4
