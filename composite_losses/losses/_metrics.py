@@ -147,7 +147,7 @@ def _k3(samples: Samples) -> Tensor:
 
 def all_reduced_count(x: Tensor, mask: Tensor | None) -> Tensor:
     """Returns the ranks' mean valid count: averaged gradients are the whole batch's."""
-    if ranks() == 1:
+    if not _distributed():
         return F.valid_count(x, mask)
     each = 1 if mask is None else x.shape[mask.ndim :].numel()
     total = x.new_full((), x.numel()) if mask is None else (mask.sum() * each).to(x.dtype)
@@ -157,5 +157,9 @@ def all_reduced_count(x: Tensor, mask: Tensor | None) -> Tensor:
 
 def ranks() -> int:
     """Returns the number of processes that train together."""
-    known = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if known else 1
+    return torch.distributed.get_world_size() if _distributed() else 1
+
+
+def _distributed() -> bool:
+    """Returns whether there is a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -187,6 +187,37 @@ class Networks(Mixin):
                 network.train(mode)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is pickled, and which entries share memory, which a pickle loses."""
+        first: dict[Any, Any] = {}
+        twins: dict[Any, Any] = {}
+        for key, value in self._entries().items():
+            place = _place(value)
+            if place is not None and first.setdefault(place, key) != key:
+                twins[key] = first[place]
+        return {**self.__dict__, "_held": {}, "_twins": twins}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickled loss, and gives entries that shared memory the same again."""
+        twins = state.pop("_twins", {})
+        super().__setstate__(state)
+        entries = self._entries()
+        for key, first in twins.items():
+            if entries[key] is not entries[first]:
+                entries[key].data = entries[first].data
+        self._hold()
+
+    def _entries(self) -> dict[Any, Tensor]:
+        """Returns the tensors of all parameter trees, and of the networks."""
+        trees = {n: m for n, m in self._modules.items() if isinstance(m, TensorDictParams)}
+        out = {(n, key): x for n, tree in trees.items() for key, x in tree.items(True, True)}
+        for name in ("actor_network", "critic_network"):
+            network = getattr(self, name)
+            if network is not None:
+                for key, value in (*network.named_parameters(), *network.named_buffers()):
+                    out[name, key] = value
+        return out
+
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
         """Returns a copy in which what shares memory here shares it, also with the networks.
 
@@ -232,13 +263,18 @@ def _copied_tree(tree: TensorDictParams, memo: dict[Any, Any]) -> None:
     out.__setstate__(copy.deepcopy(tree.__getstate__(), memo))
 
 
+def _place(value: Tensor) -> Any:
+    """Returns where a tensor's numbers lie, or None where there are none yet."""
+    if is_lazy(value) or not value.data_ptr():
+        return None
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
+
+
 def _copied(value: Tensor, memo: dict[Any, Any]) -> Tensor:
     """Returns the copy of a tree's tensor, once for all trees and networks that have it."""
     if id(value) in memo:
         return cast(Tensor, memo[id(value)])
-    place: Any = None
-    if not is_lazy(value) and value.data_ptr():
-        place = (value.data_ptr(), value.dtype, value.shape, value.stride())
+    place = _place(value)
     # under separate losses a tree has a detached alias of a parameter
     twins: dict[Any, Tensor] = memo.setdefault("places of parameters", {})
     twin = twins.get(place)

@@ -21,6 +21,9 @@ FILES = {
 }
 # reason -> regular expressions of test ids
 TESTS: dict[str, tuple[str, ...]] = {
+    "TorchRL's MAPPOLoss and IPPOLoss came later": (
+        r"losses/test_groups_estimates.py::test_torchrls_layout",
+    ),
     "TorchRL's value normalisers came later": (
         r"cases/test_masks.py::test_value_norm_sees_valid_rows_only",
         r"cases/test_groups_masks.py::test_value_normaliser_learns_from_the_living",

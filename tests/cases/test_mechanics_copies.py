@@ -1,6 +1,7 @@
-"""``copy.deepcopy`` of a loss: what shared memory in the original shares it in the copy."""
+"""Copies and pickles of a loss: what shared memory in the original shares it in the copy."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -68,13 +69,18 @@ MAKES = {
 }
 
 
+def pickled(loss: Any) -> Any:
+    return pickle.loads(pickle.dumps(loss))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
 @pytest.mark.parametrize("how", MAKES)
-def test_a_shared_trunk_stays_shared(how: str) -> None:
+def test_a_shared_trunk_stays_shared(how: str, way: Any) -> None:
     """As many parameters, shared where they were, also between networks and parameter trees;
     losses and gradients are equal; training the copy gives what training the original gives, and
     leaves the original as it was."""
     loss, data = MAKES[how](), make_data(PAIR, (6,))
-    twin = copy.deepcopy(copy.deepcopy(loss))
+    twin = way(way(loss))
     assert len(list(twin.parameters())) == len(list(loss.parameters()))
     assert places(twin) == places(loss)
     assert [(n, p.requires_grad) for n, p in twin.named_parameters()] == [
