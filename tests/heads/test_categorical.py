@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
 from composite_losses.heads.categorical import SHORT, CategoricalTerms
+from composite_losses.heads.families import NormalTerms
 from tests.tolerances import assert_close
 
 F64 = torch.float64
@@ -86,3 +87,54 @@ def test_heads_of_different_size_together(classes: tuple[int, int]) -> None:
     for i, head in enumerate(heads):
         assert_close(together.log_prob(action)[:, i], head.log_prob(action[:, i]))
         assert_close(together.entropy()[:, i], head.entropy())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_masked_heads_together(order: tuple[int, ...], dim: int) -> None:
+    """One with a mask, one of more classes without: values, KL and what is allowed stay its own."""
+    masked = torch.tensor([[True, False, True]] * 3 + [[True, True, False]])
+    made = [
+        (
+            CategoricalTerms(logits((4,), 3, 1), masked),
+            CategoricalTerms(logits((4,), 3, 4), masked),
+        ),
+        (CategoricalTerms(logits((4,), 5, 2)), CategoricalTerms(logits((4,), 5, 5))),
+        (CategoricalTerms(logits((4,), 4, 3)), CategoricalTerms(logits((4,), 4, 6))),
+    ]
+    heads, others = ([made[i][side] for i in order] for side in (0, 1))
+    together, peer = heads[0].stacked(heads, dim), others[0].stacked(others, dim)
+    assert together.batch_shape == ((3, 4) if dim == 0 else (4, 3))
+    action = torch.stack([head.mode() for head in heads], dim)
+    found = {
+        "log_prob": together.log_prob(action),
+        "entropy": together.entropy(),
+        "kl": together.kl(peer),
+        "mode": together.mode(),
+        "allowed": together.contains(torch.full_like(action, 2)),
+    }
+    for i, (head, other) in enumerate(zip(heads, others, strict=True)):
+        expected = {
+            "log_prob": head.log_prob(action.select(dim, i)),
+            "entropy": head.entropy(),
+            "kl": head.kl(other),
+            "mode": head.mode(),
+            "allowed": head.contains(torch.full((4,), 2)),
+        }
+        for name, value in expected.items():
+            assert_close(found[name].select(dim, i), value)
+
+
+def test_only_heads_of_one_kind_are_stacked() -> None:
+    """Batch, dtype and whether the log-probs are normalised must agree; classes need not."""
+    one = CategoricalTerms(logits((4,), 3))
+    assert one.kind(1) == CategoricalTerms(logits((4,), 7)).kind(1)
+    others = [
+        CategoricalTerms(logits((5,), 3)),
+        CategoricalTerms(logits((4,), 3).float()),
+        CategoricalTerms(logits((4,), 3), normalised=True),
+    ]
+    assert all(one.kind(1) != other.kind(1) for other in others)
+    assert one.kind(2) is None
+    with pytest.raises(TypeError, match="two categorical policies"):
+        one.kl(NormalTerms(torch.zeros(4), torch.ones(4)))
