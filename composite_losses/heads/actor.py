@@ -95,10 +95,7 @@ class Component:
 
     def build(self, parameters: Mapping[str, Any]) -> Terms | Distribution:
         """Returns the terms from parameters: by formula, else the distribution object itself."""
-        given = {
-            name: in_float32(value) if isinstance(value, Tensor) else promoted(value)
-            for name, value in parameters.items()
-        }
+        given = {name: promoted(value) for name, value in parameters.items()}
         given.update(self.kwargs)
         terms = from_parameters(self.cls, given)
         return terms if terms is not None else cast(Distribution, construct(self.cls, given))

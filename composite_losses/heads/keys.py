@@ -78,12 +78,23 @@ def read(td: TensorDictBase | Reader, key: NestedKey) -> object | None:
     return cast(object, td.get(key))
 
 
+def is_tree(node: object) -> bool:
+    """Returns whether it is a TensorDict or a tensorclass.
+
+    ``is_tensor_collection`` consults all classes that it has met, which a compiled graph guards, so
+    it is asked last.
+    """
+    return isinstance(node, TensorDictBase) or (
+        node is not None and not isinstance(node, torch.Tensor) and is_tensor_collection(node)
+    )
+
+
 def walk(node: object, parts: Path) -> object | None:
     """Returns the entry of a tree, or None where a part of the path is missing."""
     for part in parts:
         if type(node) is TensorDict:
             node = cast(Any, node)._get_str(part, None)
-        elif isinstance(node, TensorDictBase) or is_tensor_collection(node):
+        elif is_tree(node):
             node = cast(TensorDictBase, node).get(part, None)
         else:
             return None
@@ -92,9 +103,7 @@ def walk(node: object, parts: Path) -> object | None:
 
 def items(node: object) -> dict[str, Any] | None:
     """Returns the entries of a nested TensorDict by name, or None where it is none or empty."""
-    if node is None or not (isinstance(node, TensorDictBase) or is_tensor_collection(node)):
-        return None
-    return dict(cast(TensorDictBase, node).items()) or None
+    return dict(cast(TensorDictBase, node).items()) or None if is_tree(node) else None
 
 
 def children(td: TensorDictBase | Reader, key: NestedKey) -> dict[str, Any] | None:

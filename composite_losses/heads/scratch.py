@@ -53,17 +53,17 @@ class Scratch:
         if (key if isinstance(key, str) else path(key)[0]) not in self._touched:
             return read(self._td, key)
         parts = path(key)
-        for k in range(len(parts), 0, -1):
-            if parts[:k] in self._written:
-                return walk(self._written[parts[:k]], parts[k:])
-        if any(written[: len(parts)] == parts for written in self._written):
+        laid = self._laid(parts)
+        if laid is not None:
+            return walk(self._written[laid], parts[len(laid) :])
+        if parts in self._nodes or parts in self._above:
             return walk(self.tensordict(), parts)
         return walk(self._td, parts)
 
     def children(self, key: NestedKey) -> dict[str, Any] | None:
         """Returns what lies directly under ``key``, by name, or None where nothing does."""
         parts = path(key)
-        if parts in self._above or self._covers(parts):
+        if parts in self._above or self._laid(parts) is not None:
             return items(walk(self.tensordict(), parts))
         new, found = self._nodes.get(parts), items(walk(self._td, parts))
         if new is None:
@@ -106,13 +106,12 @@ class Scratch:
         self._forget()
         return self._td
 
-    def _covers(self, parts: Path) -> bool:
-        """Returns whether an entry, or a node that holds it, was laid over the batch."""
-        if parts[0] in self._touched:
-            for k in range(len(parts), 0, -1):
-                if parts[:k] in self._written:
-                    return True
-        return False
+    def _laid(self, parts: Path) -> Path | None:
+        """Returns what was laid over the batch and is the entry, or holds it, or None."""
+        for k in range(len(parts), 0, -1):
+            if parts[:k] in self._written:
+                return parts[:k]
+        return None
 
     def _forget(self) -> None:
         """Drops what was laid over the batch."""

@@ -6,12 +6,11 @@ Every loss is this template with other parts; none overrides ``forward``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.nn import dispatch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from composite_losses import functional as F
@@ -19,13 +18,13 @@ from composite_losses.errors import ConfigError
 from composite_losses.heads import ActorProgram, Scratch, Terms
 from composite_losses.heads.blocks import Block, per_block
 from composite_losses.heads.chain import check_source
-from composite_losses.heads.keys import as_key, path
 from composite_losses.losses import _frame, _metrics
 from composite_losses.losses._advantage import AdvantageSide
 from composite_losses.losses._inspect import Inspection
 from composite_losses.losses._keys import AcceptedKeys, Keys
 from composite_losses.losses._networks import Networks, draws_random
-from composite_losses.losses._options import scalar
+from composite_losses.losses._options import plain, scalar
+from composite_losses.losses._outputs import packed
 from composite_losses.losses._policy import PolicySide
 from composite_losses.losses._torchrl import LossMeta, LossModule, ValueEstimators
 from composite_losses.losses._value import ValueSide
@@ -100,15 +99,7 @@ class BaseLoss(
         self.reduction = reduction
         self.source = log_prob_source
         self.validate = validate
-        self._columns = None
-        if heads is not None:
-            # a configuration's lists, as tuples
-            self._columns = {
-                name: (as_key(path(value[0])), value[1])
-                if isinstance(value, Sequence) and len(value) == 2 and not isinstance(value, str)
-                else value
-                for name, value in heads.items()
-            }
+        self._columns = None if heads is None else plain(heads)
         self._user_keys = {}
         self._shared_keys = {}
         self._selected_in_keys = None
@@ -161,32 +152,6 @@ class BaseLoss(
             self.entropy.bind(self._plan)
 
     # --- the template ---------------------------------------------------------------------------
-
-    def forward(self, tensordict: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Returns the losses and metrics of a batch: ``out_keys``; the input is unchanged.
-
-        Args:
-            tensordict: the data, of any batch size, with the entries that ``in_keys`` lists.
-            *args: instead of a TensorDict, tensors in the order of ``in_keys``; the result is a
-                tuple in the order of ``out_keys``.
-            **kwargs: tensors by their key, nested keys joined with ``"_"``.
-
-        Raises:
-            MissingKeyError: an entry is not there.
-            ShapeError: an entry has a shape that would have to be broadcast.
-            GraphError: a stored entry requires grad.
-            NonFiniteError, ConfigError: under ``validate=True``, what the stored values show.
-        """
-        known = isinstance(tensordict, TensorDictBase) or is_tensor_collection(tensordict)
-        if known and not args and not kwargs:
-            return self._outputs(tensordict)
-        first = () if tensordict is None else (tensordict,)
-        return self._dispatched(*first, *args, **kwargs)
-
-    @dispatch
-    def _dispatched(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns the outputs of a batch that is given as tensors."""
-        return self._outputs(tensordict)
 
     def _outputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Returns the losses and metrics of a batch."""
@@ -311,15 +276,6 @@ class BaseLoss(
                 keys.append("value_clip_fraction")
         return keys
 
-    @property
-    def out_keys(self) -> list[Any]:
-        """Names of exactly what a call returns."""
-        return self._all_out_keys() if self._selected_out_keys is None else self._selected_out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[Any] | None) -> None:
-        self._selected_out_keys = values
-
     def _own_in_keys(self) -> list[NestedKey]:
         """Keys of the behaviour log-prob: stored, joint, parameters."""
         keys: list[NestedKey] = []
@@ -338,8 +294,3 @@ class BaseLoss(
         reset = getattr(self.surrogate, "reset", None)
         if callable(reset):
             reset()
-
-
-def packed(entries: dict[str, Tensor]) -> TensorDict:
-    """Returns outputs as a TensorDict of batch size ``[]``, without looking at each again."""
-    return cast(TensorDict, TensorDict._new_unsafe(entries, batch_size=torch.Size(())))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 # TorchRL keeps coefficients on the loss, this library on the part that owns them
-PLACES: dict[str, tuple[str, ...]] = {
-    "clip_epsilon": ("surrogate.eps_low",),
-    "clip_epsilon_low": ("surrogate.eps_low",),
-    "clip_epsilon_high": ("surrogate.eps_high",),
-    "entropy_coeff": ("entropy.coeff",),
-    "critic_coeff": ("value.coeff",),
-    "clip_value": ("value.clip",),
-    "beta": ("surrogate.beta",),
+PLACES = {
+    "clip_epsilon": "surrogate.eps_low",
+    "clip_epsilon_low": "surrogate.eps_low",
+    "clip_epsilon_high": "surrogate.eps_high",
+    "entropy_coeff": "entropy.coeff",
+    "critic_coeff": "value.coeff",
+    "clip_value": "value.clip",
+    "beta": "surrogate.beta",
 }
 NORMS = {"value_norm.": "value.norm.", "advantage_norm.": "advantage.norm."}
 PARTS = ("surrogate.", "entropy.", "value.", "advantage.")
@@ -30,8 +30,8 @@ def adopt(loss: Any, state: dict[str, Any], prefix: str) -> None:
         return
     current = loss.state_dict()
     pair = bool(getattr(loss.surrogate, "asymmetric", False))
-    for name, places in PLACES.items():
-        known = all(place in current for place in places)
+    for name, place in PLACES.items():
+        known = place in current
         if name.startswith("clip_epsilon") and (name != "clip_epsilon") != pair:
             known = False
         if not known or prefix + name not in state:
@@ -39,14 +39,13 @@ def adopt(loss: Any, state: dict[str, Any], prefix: str) -> None:
         value = state.pop(prefix + name)
         if name == "entropy_coeff" and current["entropy.coeff"].ndim:
             continue
-        for place in places:
-            shape = current[place].shape
-            state[prefix + place] = value.expand(shape) if value.ndim == 0 else value
+        shape = current[place].shape
+        state[prefix + place] = value.expand(shape) if value.ndim == 0 else value
     for key in own:
         for theirs, ours in NORMS.items():
             if key.startswith(prefix + theirs):
                 state[prefix + ours + key[len(prefix + theirs) :]] = state.pop(key)
-    stored = {place for places in PLACES.values() for place in places}
+    stored = set(PLACES.values())
     if loss.label == "Reinforce":
         stored = set()  # TorchRL's has no coefficients
     elif "entropy.coeff" in current and current["entropy.coeff"].ndim:

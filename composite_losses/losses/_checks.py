@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from composite_losses.errors import ConfigError, NonFiniteError
@@ -176,7 +176,7 @@ def _leaves(key: NestedKey, value: object) -> dict[NestedKey, Tensor]:
     """Returns the tensors of an entry, by their keys."""
     if isinstance(value, Tensor):
         return {key: value}
-    if isinstance(value, TensorDictBase) and is_tensor_collection(value):
+    if isinstance(value, TensorDictBase):
         leaves = value.items(True, True)
         return {(*path(key), *path(k)): v for k, v in leaves if isinstance(v, Tensor)}
     return {}

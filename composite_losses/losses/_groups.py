@@ -7,17 +7,16 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from tensordict import NestedKey, TensorDictBase, is_tensor_collection
-from tensordict.nn import dispatch
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor, nn
 
 from composite_losses.errors import ConfigError, MissingKeyError
 from composite_losses.heads.keys import as_key, listing, path, read
 from composite_losses.heads.terms import in_float32
-from composite_losses.losses._base import BaseLoss, packed
-from composite_losses.losses._keys import Outputs
+from composite_losses.losses._base import BaseLoss
 from composite_losses.losses._options import scalar
-from composite_losses.losses._torchrl import LossModule
+from composite_losses.losses._outputs import Outputs, packed
+from composite_losses.losses._torchrl import LossMeta, LossModule
 
 # what a group keeps under its own name, and what may stand at the root for all groups
 GROUP_KEYS = ("advantage", "value_target", "value", "reward", "done", "terminated")
@@ -56,7 +55,7 @@ class GroupEstimator:
         return tensordict
 
 
-class Groups(Outputs, LossModule):
+class Groups(Outputs, LossModule, metaclass=LossMeta):
     """Base of the losses over a map of groups; abstract."""
 
     # whether every member must have a ratio
@@ -139,31 +138,12 @@ class Groups(Outputs, LossModule):
 
     # --- forward --------------------------------------------------------------------------------
 
-    def forward(self, tensordict: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _outputs(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Returns the summed losses, and every group's losses and metrics as ``"<group>/<name>"``.
-
-        Args:
-            tensordict: the data of all groups.
-            *args: instead of a TensorDict, tensors in the order of ``in_keys``; the result is a
-                tuple in the order of ``out_keys``.
-            **kwargs: tensors by their key, nested keys joined with ``"_"``.
 
         Raises:
             MissingKeyError: a group has no entry in the data and ``missing`` is "error".
         """
-        known = isinstance(tensordict, TensorDictBase) or is_tensor_collection(tensordict)
-        if known and not args and not kwargs:
-            return self._outputs(tensordict)
-        first = () if tensordict is None else (tensordict,)
-        return self._dispatched(*first, *args, **kwargs)
-
-    @dispatch
-    def _dispatched(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns the outputs of a batch that is given as tensors."""
-        return self._outputs(tensordict)
-
-    def _outputs(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Returns the outputs of all groups."""
         totals: dict[str, Tensor] = {}
         entries: dict[str, Tensor] = {}
         for position, name in enumerate(self._names):

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey
 from torch import nn
 
 from composite_losses.errors import ConfigError
 from composite_losses.heads import ActorProgram, HeadPlan, compile_plan
 from composite_losses.heads.keys import as_key, is_key, key_list, path
 from composite_losses.losses._metrics import Labels
+from composite_losses.losses._outputs import Outputs
 from composite_losses.losses._torchrl import (
     AUTO_MASK_KEYS,
-    Mixin,
     ValueEstimatorBase,
     ValueEstimators,
     build_value_estimator,
@@ -55,63 +55,6 @@ class AcceptedKeys:
     agent_mask: NestedKey | None = None
     head_active: Mapping[Any, NestedKey] | None = None
     factor: NestedKey | None = None
-
-
-class Outputs(Mixin):
-    """Mixin of a loss: the choice of its outputs.
-
-    TensorDict's own takes a call whose data lack an optional entry for one with keyword tensors.
-    """
-
-    _selected_out_keys: list[Any] | None
-
-    @property
-    def out_keys(self) -> list[Any]:
-        """Names of exactly what a call returns."""
-        return self._all_out_keys() if self._selected_out_keys is None else self._selected_out_keys
-
-    @out_keys.setter
-    def out_keys(self, values: list[Any] | None) -> None:
-        self._selected_out_keys = values
-
-    def _all_out_keys(self) -> list[str]:
-        """Names of all outputs."""
-        raise NotImplementedError
-
-    def select_out_keys(self, *out_keys: str) -> Any:
-        """Makes calls return these outputs alone; returns the loss.
-
-        Raises:
-            ConfigError: a name that is not among ``out_keys``.
-        """
-        for key in out_keys:
-            if key not in self.out_keys:
-                raise ConfigError(
-                    f"select_out_keys: unknown output {key!r}; the outputs are "
-                    f"{', '.join(map(repr, self.out_keys))}."
-                )
-        self.out_keys = list(out_keys)
-        if only_selected not in self._forward_hooks.values():
-            self.register_forward_hook(only_selected)
-        return self
-
-    def reset_out_keys(self) -> Any:
-        """Makes calls return every output again; returns the loss."""
-        self.out_keys = None
-        for number, hook in list(self._forward_hooks.items()):
-            if hook is only_selected:
-                del self._forward_hooks[number]
-        return self
-
-    @property
-    def out_keys_source(self) -> list[str]:
-        """Names of all outputs, selected or not."""
-        return list(self._all_out_keys())
-
-
-def only_selected(loss: Any, _: Any, out: Any) -> Any:
-    """Returns the outputs that the loss's user selected; a tuple holds no other ones."""
-    return out.select(*loss.out_keys) if isinstance(out, TensorDictBase) else out
 
 
 class Keys(Outputs):

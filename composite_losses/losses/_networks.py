@@ -188,7 +188,7 @@ class Networks(Mixin):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what is pickled, and which entries share memory, which a pickle loses."""
+        """Returns what is pickled or copied, and which entries share memory, which that loses."""
         first: dict[Any, Any] = {}
         twins: dict[Any, Any] = {}
         for key, value in self._entries().items():
@@ -226,10 +226,8 @@ class Networks(Mixin):
         for module in self.modules():
             if isinstance(module, TensorDictParams) and id(module) not in memo:
                 _copied_tree(module, memo)
-        memo[id(self._held)] = {}
         out = memo[id(self)] = type(self).__new__(type(self))
-        out.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        out._hold()
+        out.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return out
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -274,20 +272,10 @@ def _copied(value: Tensor, memo: dict[Any, Any]) -> Tensor:
     """Returns the copy of a tree's tensor, once for all trees and networks that have it."""
     if id(value) in memo:
         return cast(Tensor, memo[id(value)])
-    place = _place(value)
-    # under separate losses a tree has a detached alias of a parameter
-    twins: dict[Any, Tensor] = memo.setdefault("places of parameters", {})
-    twin = twins.get(place)
-    if twin is None and value.is_leaf:
-        out = copy.deepcopy(value, memo)
-    elif isinstance(value, nn.Parameter):
-        out = nn.Parameter(cast(Tensor, twin).detach(), requires_grad=value.requires_grad)
-    else:
-        out = value.detach().clone() if twin is None else twin.detach()
-        out.__dict__.update(value.__dict__)  # what marks a buffer
-    memo[id(value)] = out
-    if place is not None:
-        twins.setdefault(place, out)
+    if value.is_leaf:
+        return copy.deepcopy(value, memo)
+    out = memo[id(value)] = value.detach().clone()
+    out.__dict__.update(value.__dict__)  # what marks a buffer
     return out
 
 

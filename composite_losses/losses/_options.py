@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -11,6 +11,15 @@ from torch import Tensor
 
 from composite_losses.errors import ConfigError
 from composite_losses.heads import HeadPlan
+
+
+def plain(value: Any) -> Any:
+    """Returns a configuration's mappings and lists, of any kind, as dicts and tuples."""
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(plain(each) for each in value)
+    return value
 
 
 def scalar(name: str, value: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from composite_losses.errors import ConfigError
 from composite_losses.losses._base import BaseLoss
 from composite_losses.losses._groups import Groups
+from composite_losses.losses._options import plain
 
 Options = float | Mapping[str, Any] | None
 
@@ -69,13 +70,7 @@ def _as_options(options: Options) -> dict[str, Any]:
         return {}
     if not isinstance(options, Mapping):
         return {"lr": float(options)}
-    # a configuration's lists, as an optimiser's state can be saved
-    return {key: tuple(v) if _is_list(v) else v for key, v in options.items()}
-
-
-def _is_list(value: object) -> bool:
-    """Returns whether the value is a list of some kind."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, tuple))
+    return dict(plain(options))
 
 
 def _parameters(loss: BaseLoss, network: str) -> Iterator[nn.Parameter]:

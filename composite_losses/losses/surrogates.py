@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from composite_losses import functional as F
 from composite_losses.errors import ConfigError
 from composite_losses.heads import HeadPlan
-from composite_losses.losses._options import eps_pair, head_position, scalar
+from composite_losses.losses._options import eps_pair, head_position, plain, scalar
 from composite_losses.losses.samples import Samples
 
 GEOMETRIES = ("joint", "per_head", "leafwise", "mixed")
@@ -145,12 +145,7 @@ class Clip(Surrogate):
         self.ratio = ratio
         self.uses_heads = ratio != "joint"
         self.asymmetric = isinstance(eps, Sequence)
-        self._eps_by_head = None
-        if isinstance(eps, Mapping):
-            self._eps_by_head = {
-                key: tuple(value) if isinstance(value, Sequence) else value
-                for key, value in eps.items()
-            }
+        self._eps_by_head = plain(eps) if isinstance(eps, Mapping) else None
         if self._eps_by_head is not None and ratio not in ("per_head", "leafwise"):
             raise ConfigError(
                 f"eps: a mapping by head needs ratio='per_head' or 'leafwise', found {ratio!r}."
